@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,12 @@ from modeling_nlq.training.comparison.conditions import (
     SumVerdict,
     analyse_interactions,
     correct,
-    smallest_value,
+    planned_noise,
     sum_test,
 )
 from modeling_nlq.training.comparison.estimate import describe_estimate
 from modeling_nlq.training.comparison.inference import Verdict, analyse
-from modeling_nlq.training.comparison.report import read_for_card
+from modeling_nlq.training.comparison.report import read_for_card, warning_sentences
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.files import read_yaml
@@ -153,6 +154,21 @@ class TestConditions:
         run = tmp_path / "conditions" / "muon" / "runs" / "good" / "rate-0.004-seed-2"
         text, _ = read_for_card(run, tmp_path)
         assert "**good** (this model)" in text and "This is the condition muon of 3: adamw, muon, long." in text
+        text = (tmp_path / "results.md").read_text()
+        for name, changes in {"adamw": "nothing", "muon": "`optimizer: muon`", "long": "`max_steps: 24`"}.items():
+            assert f"## Condition {name}\n\nWhat it changes of the recipe: {changes}." in text
+
+    def test_no_interaction_is_tested(self, make, tmp_path):
+        """Every best rate is at the boundary. The plan's warning of few seeds is that of the report."""
+        plan = load_plan(make(**CROSSED, learning_rates=[4e-3, 8e-3], seeds=[0, 1]))
+        outcome = run_and_report(plan, tmp_path, PlantedEngine(planted))
+        (found,) = re.findall("Interactions of models and conditions: (.*)", (tmp_path / "results.md").read_text())
+        assert found.startswith(
+            "none tested (no test: good, adamw: no verdict: the baseline's best rate is at the boundary; "
+        )
+        warnings, planned = warning_sentences(outcome), plan.largest.power_warning()
+        assert planned.startswith("2 seeds and 6 tests may need |t| > 76.4")
+        assert [text for text in warnings if "|t|" in text] == [f"Condition {name}: {planned}." for name in CONDITIONS]
 
     @pytest.mark.slow
     def test_real_runs(self, make, recipe_file, tmp_path):
@@ -225,10 +241,11 @@ class TestPrimary:
     @pytest.mark.slow
     @pytest.mark.parametrize("is_paired", [True, False])
     def test_power(self, is_paired):
-        """A plan finds its smallest value in 80 % of simulated comparisons."""
+        """A plan finds its smallest value, and equivalence within its margin, in 80 % of simulated comparisons."""
         weights = {"one": {"x": 1.0, "base": -1.0}, "two": {"x": -2.0, "base": 2.0}}
         seeds = {"one": 6, "two": 6 if is_paired else 8}
-        value = smallest_value(PrimaryPlan("", weights, is_paired), seeds, 0.8)
+        noise = planned_noise(PrimaryPlan("", weights, is_paired), seeds)
+        value, margin = noise.smallest(0.05, 0.8), noise.margin(0.1) + noise.margin(0.2)
         random, found = np.random.default_rng(0), []
         for _ in range(1500):
             losses = {
@@ -236,9 +253,18 @@ class TestPrimary:
                 for name, count in seeds.items()
             }
             analyses = {name: analyse(of_models, "base") for name, of_models in losses.items()}
+            is_equivalent = sum_test(losses, analyses, weights, is_paired, margin).verdict is SumVerdict.EQUIVALENT
             losses["one"]["x"] = {seed: loss + value for seed, loss in losses["one"]["x"].items()}
-            found.append(sum_test(losses, analyses, weights, is_paired).p < 0.05)
-        assert np.mean(found) == pytest.approx(0.8, abs=0.04)
+            found.append((sum_test(losses, analyses, weights, is_paired).p < 0.05, is_equivalent))
+        assert np.mean(found, axis=0) == pytest.approx(0.81, abs=0.04)
+
+    def test_margin_of_a_plan(self, make, monkeypatch):
+        """The quantiles of t with 4 degrees of freedom, 2.132 and 1.533, times the noise of a pair, sqrt(2 / 5)."""
+        monkeypatch.setattr("modeling_nlq.training.comparison.estimate.seconds_of_step", lambda *_: 1.0)
+        plan = load_plan(make(primary={**GOOD, "margin": 1.0}))
+        for floor, told in ((None, "0.43 %"), (0.3, "0.43 %; it is"), (0.5, "0.43 %; it is not")):
+            (line,) = (line for line in describe_estimate(plan, noise_floor=floor) if "equivalence within 1 %" in line)
+            assert line.endswith(f"is found in 80 % of cases where the noise floor is at most {told}")
 
 
 def condition(**fields) -> dict:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison import estimate
 from modeling_nlq.training.comparison.estimate import describe_estimate
 from modeling_nlq.training.comparison.inference import smallest_difference
+from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.run import recipe
 from modeling_nlq.training.text import duration
 from nlq import main
@@ -48,6 +50,15 @@ def test_a_large_batch_is_timed_by_a_part(make_file, monkeypatch, tmp_path, capf
     assert estimate.seconds_of_step(variant, before + 1) == 6 * 2.0
     assert batches == [((128, 64), before + 1)] * 3 and torch.get_num_threads() == before
     assert capfd.readouterr() == ("", "") and not list(tmp_path.glob("unused")) and dict(os.environ) == environment
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_steps_are_timed_with_the_optimizer_of_the_run(make_file, recipe_file, monkeypatch, name):
+    stepped = []
+    monkeypatch.setattr(torch.optim.Muon, "step", lambda self: stepped.append(self.param_groups))
+    recipe = {**read_yaml(Path(recipe_file)), "optimizer": name}
+    estimate.seconds_of_step(load_plan(make_file(recipe=recipe, training=TRAINING)).largest.variants["base"])
+    assert bool(stepped) is (name == "muon")
 
 
 class TestOutput:

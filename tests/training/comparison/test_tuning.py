@@ -60,6 +60,12 @@ def test_values_lie_in_their_range(low, times, share, kind):
     assert type(Range.read("field", {"linear": [1, 8]}).at(share)) is int
 
 
+def test_ends_of_listed_numbers():
+    """Below 0 there may be nothing, and of two values each is an end."""
+    for values, ends in (([0.0, 0.1, 0.3], [None, None, 0.3]), ([3, 1, 2], [3, 1, None]), ([1, 2], [None, None])):
+        assert list(map(Range.read("field", {"values": values}).end_near, values)) == ends
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -117,7 +123,7 @@ def test_a_gain_that_hangs_on_the_recipe_goes(make_file, tmp_path, tuned):
     text = (tmp_path / "results.md").read_text()
     assert ("other nuisance parameters" in text.lower()) is not tuned
     if tuned:
-        assert "## Tuning" in text and "below that of the recipe's own values by: base 10." in text
+        assert "## Tuning" in text and "own values, at the learning rate where the search began, by: base 10." in text
         assert {run.trial for run in outcome.largest.models["base"].runs} != {0}
         assert describe(read_outcome(tmp_path / "results.json")) == describe(outcome)
 
@@ -148,6 +154,25 @@ def test_a_ladder_takes_over_the_points_of_its_smallest_scale(make_file, tmp_pat
             assert {run.seed: run.trial for run in model.runs} == {seed: chosen or 1 + seed for seed in range(3)}
             assert {run.learning_rate for run in model.runs} == {1e-2 if name == "small" else 5e-3}
             assert all(run.point == plan.scales[name].config.tune.points[run.trial] for run in model.runs)
+    write_report(outcome, tmp_path)
+    large = (tmp_path / "results.md").read_text().partition("Scale large")[2]
+    took, tried = "so no gain of tuning is measured here", "at the learning rate where the search began, by: base"
+    assert (took in large, tried in large) == (at == "first", at == "each")
+
+
+def test_a_point_of_trial_0_that_was_taken_over_is_no_gain(make_file, tmp_path):
+    """Here no rates are searched, and neither plan nor report says so."""
+    scales = {name: {"switches": {"hidden_size": size}} for name, size in (("small", 16), ("large", 32))}
+    fields = {"learning_rates": [8e-3], "seeds": [0, 1], "tune": {"trials": 3, "fields": SCALE}}
+    plan = load_plan(make_file(**fields, scales=scales))
+    first, other = (scale.describe_tuning() for scale in plan.scales.values())
+    assert first == "each seed tries 3 points for each model: initializer_scale 0.1 to 2"
+    assert other == "each seed takes over its point of the first scale"
+    outcome = run_comparison(plan, tmp_path, PlantedEngine(lambda scale, run: 3.0 + run.trial + 0.01 * run.seed))
+    write_report(outcome, tmp_path)
+    text = (tmp_path / "results.md").read_text()
+    assert text.count("recipe's own values by: base 0.0 % ± 0.0, twin 0.0 % ± 0.0. A verdict") == 1
+    assert "searched" not in text and text.count("Each model has one learning rate") == 1
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ report.
 import itertools
 import json
 import math
+import re
 import zlib
 from pathlib import Path
 
@@ -143,6 +144,7 @@ def test_the_plan(make_screening):
     assert confirmation.variants["best"].rates.is_search
     text = "\n".join(screening.describe())
     assert "16 runs" in text and "cannot be told apart" in text
+    assert "confirmation: a learning rate is chosen; a verdict may hang on other values" in text
 
 
 def planted(effect_of):
@@ -255,9 +257,11 @@ def test_all_rows_take_the_points_of_the_baseline(make_screening, tmp_path):
 
     engine = PlantedEngine(loss)
     outcome = run_and_report(screening, tmp_path, engine)
-    assert (
-        "the baseline tries 3 points with each seed, and all rows take the best" in screening.runs.largest.describe()
-    )
+    plan, text = "\n".join(screening.describe()), (tmp_path / "results.md").read_text()
+    assert "the baseline tries 3 points with each seed, and all rows take the best: weight_decay 0 to 0.2, wa" in plan
+    assert "confirmation: each seed tries 3 points for each model, then rates around its best: weight_decay" in plan
+    assert "## Tuning\n\nEach seed tried 3 points for the baseline, whose point all models take: trial 0 with" in text
+    assert re.findall(r"^\| off, rate 0.005 \| \d \| (\d) \|", text, flags=re.MULTILINE) == ["1", "2"]
     for model in outcome.runs.largest.models.values():
         assert {run.seed: run.trial for run in model.runs} == chosen
     rows, made = len(screening.design.rows), [name for name in engine.made if "screening" in name]
