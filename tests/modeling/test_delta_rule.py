@@ -17,7 +17,7 @@ from modeling_nlq.linear_nlq import linear_attention
 
 
 def rates(layout, dtype=torch.float64):
-    """Draws `beta` up to 2 and `log_decay`, some of which forget nearly all."""
+    """Draws `beta` up to 2 and `log_decay`. Some tokens forget nearly all."""
     shape = (2, layout.batch, layout.key_value_heads, layout.query_length)
     beta, log_decay = torch.rand(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return [states.to(dtype).requires_grad_() for states in (2 * beta, -30.0 * log_decay**8)]
@@ -69,7 +69,7 @@ def test_half_precision_has_a_float32_state(form, dtype, tolerance):
 
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
 def test_the_functions_of_qwen3_next(name):
-    """In two calls, of which the second has the state of the first."""
+    """Calls each twice. The second call starts from the state of the first."""
     function, generator = getattr(qwen3_next, name), torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, 150, 16, generator=generator)
     beta, log_decay = 2 * torch.rand(2, 3, 150, generator=generator), -torch.rand(2, 3, 150, generator=generator)
