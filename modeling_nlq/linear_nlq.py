@@ -9,8 +9,8 @@ over the keys that query `i` sees. `t` counts the tokens but padding. `R` are ro
 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621). Later tokens need only
 the state, two sums over earlier tokens. `parallel_form`, quadratic in the length, is the readable reference.
 
-With a strength `b` of each token's write, the sums become the delta rule (Schlag et al. 2021, arXiv 2102.11174), which
-replaces what the state holds for a key, and may decay by token (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464):
+The delta rule replaces what the state holds for a key, with the strength `b_t` (Schlag et al. 2021, arXiv 2102.11174).
+Each token may set its decay `a_t` (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464):
 
     S_t = a_t S_(t-1) (I - b_t k_t k_t^T) + b_t v_t k_t^T,  o_t = attention_scaling S_t q_t
 
@@ -70,7 +70,7 @@ class DeltaInputs(NamedTuple):
     value: Tensor  # (b, g, n, d)
     beta: Tensor  # (b, g, n), the strength of each write
     log_decay: Tensor  # (b, g, n)
-    document_start: Tensor | None  # (b, n), the first token of each token's packed document
+    document_start: Tensor | None  # (b, n), as in `LinearInputs`
 
 
 def fixed_log_decay(num_heads: int) -> Tensor:
@@ -171,7 +171,7 @@ def _chunked_sums(inputs, state, chunk_size) -> tuple[Tensor, Tensor, LinearStat
     after = inputs.count[..., -1]
     first = torch.arange(before.shape[-1], device=before.device) * chunk_size
 
-    # What each chunk adds to the state, and the factor by which the earlier state decays over the chunk
+    # The earlier state decays over a chunk by a factor, and the chunk adds to it
     from_end = _decay(inputs.log_decay, after[..., None] - inputs.count)  # (b, g, chunks, c)
     chunk_decay = _decay(inputs.log_decay, after - before)  # (b, g, chunks)
     if inputs.document_start is not None:
@@ -235,7 +235,7 @@ def recurrent_delta_step(inputs, index, state) -> tuple[Tensor, LinearState]:
         decay = decay * (inputs.document_start[:, index] < index)[:, None]
     earlier = value.new_zeros(*key.shape, value.shape[-1]) if state is None else state.numerator
     earlier = earlier * decay[..., None, None]
-    # `v_t` less what the state holds for this key
+    # The state already holds a part of `v_t` for this key
     change = inputs.beta[..., index, None] * (value - (key[..., None, :] @ earlier).squeeze(-2))
     sums = earlier + key[..., :, None] * change[..., None, :]
     return inputs.query[..., index, :] @ sums, _delta_state(sums)

@@ -189,7 +189,8 @@ def test_a_run_of_pairs(tmp_path):
 ONE, TWO = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}, {"num_hidden_layers": 2}
 CANON = {"hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1, "canon": "A"}
 LINEAR = {"attention_activation": "linear_attention"}
-DELTA = LINEAR | {"linear_attention_update": "delta"}
+DELTA, BETA = LINEAR | {"linear_attention_update": "delta", "position_embedding": "none"}, "linear_attention_beta"
+SUMS = LINEAR | {"position_embedding": "none", "attention_scaling": 1.0}
 LEARNED, NARROW = {"position_embedding": "learned"}, {"head_dim": 16}
 EIGHT, SIXTEEN = {"pairs": 8, "length": 32}, {"pairs": 16, "length": 64, "vocabulary": 64}
 WORDS, BITS = {"length": 64}, {"length": 16, "test_length": 64}
@@ -206,6 +207,14 @@ WORDS, BITS = {"length": 64}, {"length": 16, "test_length": 64}
         pytest.param("recall", SIXTEEN, CANON | NARROW, 250, 0.99, 1.0, id="softmax recalls 16 pairs by 16 channels"),
         pytest.param("recall", SIXTEEN, CANON | NARROW | LINEAR, 250, 0.0, 0.6, id="linear attention does not"),
         pytest.param("parity", BITS, ONE | TWO, 600, 0.45, 0.55, id="softmax does not count to 64"),
+        pytest.param("parity", BITS, ONE | DELTA | {BETA: 2}, 400, 0.99, 1.0, id="the delta rule counts to 64"),
+        pytest.param("parity", BITS, ONE | DELTA, 400, 0.4, 0.6, id="without negative eigenvalues it does not"),
+        pytest.param(
+            "recall", SIXTEEN, CANON | NARROW | SUMS | DELTA, 500, 0.9, 1.0, id="the delta rule recalls most pairs"
+        ),
+        pytest.param(
+            "recall", SIXTEEN, CANON | NARROW | SUMS, 500, 0.0, 0.75, id="sums with its settings recall less"
+        ),
     ],
 )
 def test_what_attention_can_learn(name, task, switches, steps, least, most, tmp_path):
