@@ -306,10 +306,10 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         config = copy.copy(self)
         switches = {name: getattr(NLQConfig, name) for name in (*WITHOUT_CROSS_ATTENTION, "attention_parts")}
         switches |= {"position_embedding": "none", "is_causal": False}
-        if self.attention_gate == "value":
+        overrides = self.cross_attention if isinstance(self.cross_attention, dict) else {}
+        if self.attention_gate == "value" and "attention_gate" not in overrides:
             switches |= {name: getattr(NLQConfig, name) for name in ("attention_gate", *GATE_OPTIONS)}
-        if isinstance(self.cross_attention, dict):
-            switches |= self.cross_attention
+        switches |= overrides
         for name, value in switches.items():
             setattr(config, name, value)
         config.is_cross_attention = True
