@@ -30,6 +30,7 @@ MODELS = {
     "linear": {"attention_activation": "linear_attention"},
     "linear, fixed decay": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},
     "linear, learned decay": {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
+    "delta": {"attention_activation": "linear_attention", "linear_attention_update": "delta"},
 }
 
 
@@ -42,7 +43,8 @@ def train_step(
     else:
         heads = inputs[0].shape[1]
         log_decay = fixed_log_decay(heads).to(inputs[0].device) if "decay" in name else None
-        output, _ = linear_attention(*inputs, None, HEAD_DIM**-0.5, log_decay, form=form)
+        beta = inputs[0].new_full(inputs[0].shape[:-1], 0.5) if name == "delta" else None
+        output, _ = linear_attention(*inputs, None, HEAD_DIM**-0.5, log_decay, form=form, beta=beta)
     return [output, *torch.autograd.grad(output, inputs, gradient)]
 
 
@@ -55,7 +57,7 @@ def make_inputs(arguments: argparse.Namespace, length: int) -> tuple[list[torch.
 def gate(arguments: argparse.Namespace) -> None:
     """Raises `SystemExit` if the chunked form differs from the parallel one, before anything is timed."""
     inputs, gradient = make_inputs(arguments, 600)
-    for name in ("linear", "linear, fixed decay"):
+    for name in ("linear", "linear, fixed decay", "delta"):
         forms = (train_step(name, inputs, gradient, form) for form in ("parallel", "chunked"))
         for expected, found in zip(*forms):
             error = (expected - found).abs().max() / expected.abs().max()
@@ -67,7 +69,7 @@ def report_training(arguments: argparse.Namespace) -> None:
     print("training: forward and backward, milliseconds; as a multiple of softmax")
     for length in arguments.lengths:
         inputs, gradient = make_inputs(arguments, length)
-        times: dict[str, list[float]] = {name: [] for name in ("softmax", "linear", "linear, fixed decay")}
+        times: dict[str, list[float]] = {name: [] for name in ("softmax", "linear", "linear, fixed decay", "delta")}
         for round_number in range(arguments.rounds + 1):  # the first one warms up
             for name in times:
                 elapsed = seconds(lambda: train_step(name, inputs, gradient), arguments.device)  # noqa: B023

@@ -33,7 +33,7 @@ class LinearState(NamedTuple):
     """The sums over earlier tokens that later ones need, in at least float32, decayed up to the last token."""
 
     numerator: Tensor  # (batch, key_value_heads, head_dim, head_dim), of keys times values
-    denominator: Tensor  # (batch, key_value_heads, head_dim), of keys
+    denominator: Tensor  # (batch, key_value_heads, head_dim), of keys; of width 0 with the delta rule
 
 
 class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):

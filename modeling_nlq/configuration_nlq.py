@@ -47,6 +47,9 @@ __version__ = "0.2.0"
 # The value of `attn_implementation` that leaves the choice of a backend to each layer and call
 AUTOMATIC = "nlq"
 
+# What an `attention_gate` reads and how; they mean nothing without it
+GATE_OPTIONS = ("gate_source", "gate_activation", "gate_rank")
+
 # The switches that may differ between layers, through Transformers' `per_layer_config`
 PER_LAYER_SWITCHES = (
     "position_embedding",
@@ -60,13 +63,17 @@ PER_LAYER_SWITCHES = (
     "attention_normalization",
     "attention_scaling",
     "linear_attention_decay",
+    "linear_attention_update",
+    "linear_attention_beta",
     *ATTENTION_PARTS,
+    *GATE_OPTIONS,
     "attention_parts",
     "cross_attention",
 )
 
 # Switches that cross-attention does not support: they need token order or the query's own value
 WITHOUT_CROSS_ATTENTION = ("position_embedding", "sliding_window", "linear_attention_decay")
+WITHOUT_CROSS_ATTENTION += ("linear_attention_update", "linear_attention_beta")
 WITHOUT_CROSS_ATTENTION += tuple(name for name, part in ATTENTION_PARTS.items() if part.of_own_tokens())
 # The switches that `cross_attention` may override
 CROSS_ATTENTION_SWITCHES = [
@@ -77,12 +84,17 @@ CROSS_ATTENTION_SWITCHES = [
 EXCLUSIONS = (
     (("attention_dropout", None), ("attention_activation", "linear_attention")),
     (("sliding_window", None), ("attention_activation", "linear_attention")),
+    # Keys and queries are of unit length, and nothing is divided
+    (("qk_norm", "l2"), ("linear_attention_update", "delta")),
+    (("attention_normalization", None), ("linear_attention_update", "delta")),
     (("parallax", None), ("differential_attention", None)),
     # Its sums would not move with the cache of a window
     (("selective_attention", None), ("sliding_window", None)),
     # A head reads the values of two groups
     (("exclusive_attention", None), ("differential_attention", "v1")),
     (("attention_gate", "value"), ("differential_attention", "v1")),
+    (("attention_gate", "value"), ("gate_source", "output")),
+    (("attention_gate", "value"), ("gate_rank", None)),
 )
 
 
@@ -104,6 +116,9 @@ PROJECTIONS = {
     "bottleneck": Projection(bottleneck=True),
     "upcycled": Projection(linear=True, bottleneck=True, starts_at_zero=True),
 }
+
+# Values can also be the keys, before their norm and positions: no term of their own
+VALUE_PROJECTIONS = {**PROJECTIONS, "key": Projection()}
 
 # Not those whose angles depend on the current length, which a cache does not fit
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
@@ -139,12 +154,21 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         sublayer_activation, residual_activation: the functions `a` and `r`.
         query_projection: `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`; `"nonlinear"`, `X + f(X)`;
             `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
-        key_projection, value_projection: the same for the keys and for the values.
+        key_projection, value_projection: the same for the keys and for the values. Values can also be the `"key"`,
+            before `qk_norm` and rotary positions (arXiv 2606.04032).
         projection_bottleneck_size, projection_activation: width, by default `hidden_size // 2`, and activation of `f`.
         attention_activation: the function `phi` of the scores, a key of `ATTENTION_ACTIVATIONS` or of `ACT2FN`.
         attention_normalization: `"sum"`, `"length"` or `"none"`; by default the activation's.
         attention_scaling: factor of the scores; by default `1 / sqrt(head_dim)`, halved if queries contain `X`.
-        linear_attention_decay: `"fixed"`, RetNet's rate for each key and value head, or `"learned"`, a trained rate.
+        linear_attention_decay: `"fixed"`, RetNet's rate for each key and value head, or `"learned"`, a trained rate;
+            with the update `"delta"` also `"gated"`, `exp(-exp(A) softplus(w_a x + c))` (arXiv 2412.06464).
+        linear_attention_update: `"additive"`, or `"delta"`, which replaces what the state holds for a key
+            (arXiv 2102.11174).
+        linear_attention_beta: the most that `"delta"` replaces; 2 allows negative eigenvalues (arXiv 2411.12537).
+        gate_source: what an `attention_gate` reads: the `"input"` of the layer, or the `"output"` of all heads
+            (arXiv 2608.11805).
+        gate_activation: `"sigmoid"`, or `"softplus"` as in Laguna.
+        gate_rank: the rank of the gate's matrix, a product of two as in Kimi Linear (arXiv 2510.26692).
         attention_parts: names of parts of your own; see `load_attention_parts`.
         attention_parts_code: a hash of the code of each; by default the latest.
         add_cross_attention: whether each layer also attends to the tokens of an encoder, before its MLP.
@@ -202,7 +226,12 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
     attention_activation: str = "softmax"
     attention_normalization: Literal["sum", "length", "none"] | None = None
     attention_scaling: int | float | None = None
-    linear_attention_decay: Literal["fixed", "learned"] | None = None
+    linear_attention_decay: Literal["fixed", "learned", "gated"] | None = None
+    linear_attention_update: Literal["additive", "delta"] = "additive"
+    linear_attention_beta: Literal[1, 2] = 1
+    gate_source: Literal["input", "output"] = "input"
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    gate_rank: int | None = None
     attention_parts: list[str] | None = None
     attention_parts_code: dict[str, str] | None = None
 
@@ -278,7 +307,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         switches = {name: getattr(NLQConfig, name) for name in (*WITHOUT_CROSS_ATTENTION, "attention_parts")}
         switches |= {"position_embedding": "none", "is_causal": False}
         if self.attention_gate == "value":
-            switches["attention_gate"] = None
+            switches |= {name: getattr(NLQConfig, name) for name in ("attention_gate", *GATE_OPTIONS)}
         if isinstance(self.cross_attention, dict):
             switches |= self.cross_attention
         for name, value in switches.items():
@@ -296,6 +325,13 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         if self.sliding_window is None:
             return length
         return min(length, self.sliding_window if self.is_causal else 2 * self.sliding_window + 1)
+
+    @property
+    def caches_keys_alone(self) -> bool:
+        """Whether a layer's cache may hold its keys before norm and positions, and no values."""
+        if self.value_projection != "key" or self.activation.kind == "linear":
+            return False
+        return all(part.keeps_keys or not part.has_hook("change_qkv") for part in parts_of(self))
 
     @property
     def layer_types(self) -> list[str]:
@@ -348,12 +384,16 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         for layer in self.attention_configs:
             module = "cross_attn" if layer.is_cross_attention else "self_attn"
             for name in ("query", "key", "value"):
-                projection = PROJECTIONS[getattr(layer, f"{name}_projection")]
+                projection = VALUE_PROJECTIONS[getattr(layer, f"{name}_projection")]
                 if projection.linear:
                     plan[f"{module}.{name[0]}_proj"] = "colwise"
                 if projection.bottleneck:
                     plan[f"{module}.{name[0]}_bottleneck.fc1"] = "colwise"
                     plan[f"{module}.{name[0]}_bottleneck.fc2"] = "rowwise"
+            if layer.linear_attention_update == "delta":
+                plan[f"{module}.b_proj"] = "colwise"
+            if layer.linear_attention_decay == "gated":
+                plan[f"{module}.a_proj"] = "colwise"
             for part in parts_of(layer):
                 plan |= {f"{module}.{name}": style for name, style in part.split_layers(layer).items()}
             plan[f"{module}.o_proj"] = "rowwise"
@@ -444,13 +484,13 @@ def _check_function(config, name):
 
 def _check_layer(layer):
     for kind in ("query", "key", "value"):
-        name = f"{kind}_projection"
-        if (value := getattr(layer, name)) not in PROJECTIONS:
-            suggestion = did_you_mean(value, PROJECTIONS)
-            raise ValueError(f"{name}={value!r} is unknown; {suggestion}choose one of {', '.join(PROJECTIONS)}")
+        name, rows = f"{kind}_projection", VALUE_PROJECTIONS if kind == "value" else PROJECTIONS
+        if (value := getattr(layer, name)) not in rows:
+            suggestion = did_you_mean(value, rows)
+            raise ValueError(f"{name}={value!r} is unknown; {suggestion}choose one of {', '.join(rows)}")
         heads = layer.num_query_heads if kind == "query" else layer.num_key_value_heads
         width = layer.hidden_size if kind == "query" else layer.key_value_input_size
-        if PROJECTIONS[value].identity and heads * layer.head_dim != width:
+        if rows[value].identity and heads * layer.head_dim != width:
             allowed = ", ".join(other for other, row in PROJECTIONS.items() if not row.identity)
             size = f"{heads} heads x head_dim={layer.head_dim}"
             raise ValueError(f"{name}={value!r} adds its input of hidden_size={width} to {size}; use one of {allowed}")
@@ -458,6 +498,7 @@ def _check_layer(layer):
         raise ValueError(f"projection_bottleneck_size={layer.projection_bottleneck_size} must be at least 1")
     if layer.sliding_window is not None and layer.sliding_window < 2:  # Transformers' cache takes no 1
         raise ValueError(f"sliding_window={layer.sliding_window} must be at least 2 tokens, or None")
+    _check_positive(layer, "gate_rank")
     _check_function(layer, "projection_activation")
     _check_function(layer, "attention_output_activation")
 
@@ -472,6 +513,16 @@ def _check_layer(layer):
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         decay = layer.linear_attention_decay
         raise ValueError(f"linear_attention_decay={decay!r} needs 'linear_attention', not {activation.name!r}")
+    is_delta = layer.linear_attention_update == "delta"
+    if is_delta and activation.kind != "linear":
+        raise ValueError(f"linear_attention_update='delta' needs 'linear_attention', not {activation.name!r}")
+    of_delta = (("linear_attention_decay", "gated"), ("linear_attention_beta", 2))
+    for name, value in of_delta:
+        if not is_delta and getattr(layer, name) == value:
+            raise ValueError(f"{name}={value!r} needs linear_attention_update='delta'")
+    for name in GATE_OPTIONS:
+        if layer.attention_gate is None and (value := getattr(layer, name)) != getattr(NLQConfig, name):
+            raise ValueError(f"{name}={value!r} needs an attention_gate; set 'headwise' or 'elementwise'")
     for pair in EXCLUSIONS:
         values = {name: getattr(layer, name) for name, _ in pair}
         if all(values[name] == value if value is not None else values[name] for name, value in pair):
@@ -480,6 +531,7 @@ def _check_layer(layer):
     needs_order = {
         "attention_activation": not activation.sees_own_key,
         "linear_attention_decay": layer.linear_attention_decay,
+        "linear_attention_update": is_delta,
         **{part.name: part.causal_only for part in parts},
     }
     if not layer.is_causal and (names := [name for name, needs in needs_order.items() if needs]):

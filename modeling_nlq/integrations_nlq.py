@@ -104,10 +104,11 @@ class NLQIntegrationMixin:
 
 class NLQGenerationMixin(GenerationMixin):
     def _get_static_cache_init_shape(self):
-        # diff with GenerationMixin: where parts widen the keys, the cache reads their width from the first ones
-        parts = [part for layer in self.config.per_layer_config for part in parts_of(layer)]
-        has_states = any(part.has_hook("token_state") for part in parts)
-        return None if has_states else super()._get_static_cache_init_shape()
+        # diff with GenerationMixin: where keys are wider, or values narrower, the cache reads that from the first ones
+        layers = self.config.per_layer_config
+        has_states = any(part.has_hook("token_state") for layer in layers for part in parts_of(layer))
+        has_others = has_states or any(layer.caches_keys_alone for layer in layers)
+        return None if has_others else super()._get_static_cache_init_shape()
 
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs

@@ -9,6 +9,13 @@ over the keys that query `i` sees. `t` counts the tokens but padding. `R` are ro
 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621). Later tokens need only
 the state, two sums over earlier tokens. `parallel_form`, quadratic in the length, is the readable reference.
 
+With a strength `b` of each token's write, the sums become the delta rule (Schlag et al. 2021, arXiv 2102.11174), which
+replaces what the state holds for a key, and may decay by token (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464):
+
+    S_t = a_t S_(t-1) (I - b_t k_t k_t^T) + b_t v_t k_t^T,  o_t = attention_scaling S_t q_t
+
+`q` and `k` are rotated and then of unit length, and nothing is divided. `recurrent_delta_step` is the reference.
+
 Letters of shapes: b batch, g key and value heads, r query heads for each of them, n length, c chunk, d head_dim.
 """
 
@@ -53,6 +60,17 @@ class LinearInputs(NamedTuple):
     is_valid: Tensor | None  # (b, n), false for padding; both are `None` for a single token
     document_start: Tensor | None  # (b, n), the first token of each token's packed document
     log_decay: Tensor | None  # (g,)
+
+
+class DeltaInputs(NamedTuple):
+    """The inputs of the delta rule, in at least float32. `beta` and `log_decay` are 0 for padding."""
+
+    query: Tensor  # (b, g, r, n, d), of the length `attention_scaling`
+    key: Tensor  # (b, g, n, d), of length 1
+    value: Tensor  # (b, g, n, d)
+    beta: Tensor  # (b, g, n), the strength of each write
+    log_decay: Tensor  # (b, g, n)
+    document_start: Tensor | None  # (b, n), the first token of each token's packed document
 
 
 def fixed_log_decay(num_heads: int) -> Tensor:
@@ -209,6 +227,80 @@ def recurrent_step(inputs, index, state) -> tuple[Tensor, LinearState]:
     return divide(inputs.rotated_query[..., index, :] @ state.numerator, denominator), state
 
 
+def recurrent_delta_step(inputs, index, state) -> tuple[Tensor, LinearState]:
+    """Returns one token's output `(b, g, r, d)` by the delta rule, and the state, which is `S_t^T`."""
+    key, value = inputs.key[:, :, index], inputs.value[:, :, index]
+    decay = torch.exp(inputs.log_decay[..., index])
+    if inputs.document_start is not None:
+        decay = decay * (inputs.document_start[:, index] < index)[:, None]
+    earlier = value.new_zeros(*key.shape, value.shape[-1]) if state is None else state.numerator
+    earlier = earlier * decay[..., None, None]
+    # `v_t` less what the state holds for this key
+    change = inputs.beta[..., index, None] * (value - (key[..., None, :] @ earlier).squeeze(-2))
+    sums = earlier + key[..., :, None] * change[..., None, :]
+    return inputs.query[..., index, :] @ sums, _delta_state(sums)
+
+
+def recurrent_delta_form(inputs, state=None) -> tuple[Tensor, LinearState]:
+    """Returns what `chunked_delta_form` does, token by token."""
+    outputs = []
+    for index in range(inputs.key.shape[-2]):
+        output, state = recurrent_delta_step(inputs, index, state)
+        outputs.append(output)
+    return torch.stack(outputs, dim=-2), state
+
+
+def chunked_delta_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tensor, LinearState]:
+    """Returns `(b, g, r, n, d)` by the delta rule, and the last state.
+
+    Within a chunk, the state is the decayed earlier one plus decayed `k_j u_j^T`. The changes `u` solve a triangular
+    system, `u_i = b_i (v_i - k_i . state before i)` (the WY form, Yang et al. 2024, arXiv 2406.06484, section 3).
+    Without a `chunk_size` all tokens are one chunk.
+    """
+    length = inputs.key.shape[-2]
+    query, key, value = (_cut(states, chunk_size) for states in inputs[:3])
+    beta, log_decay = (_cut(states[..., None], chunk_size) for states in (inputs.beta, inputs.log_decay))
+    size = key.shape[-2]
+
+    # The decay up to each token of the state before the chunk (b, g, chunks, c, 1), and of each earlier token
+    total = log_decay.cumsum(dim=-2)
+    from_start = torch.exp(total)
+    visible = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
+    if inputs.document_start is not None:
+        start = _cut_row(inputs.document_start, chunk_size)
+        first = torch.arange(start.shape[1], device=start.device) * size
+        from_start = from_start * (start < first[:, None])[:, None, ..., None]
+        visible = visible & (start[..., :, None] == start[..., None, :])[:, None]
+    pairs = torch.exp((total - total.mT).masked_fill(~visible, -torch.inf))
+
+    # `u` is linear in the state before the chunk
+    written = beta * key
+    system = (written @ key.mT) * pairs
+    sides = torch.cat([beta * value, written * from_start], dim=-1)
+    solution = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    of_values, of_state = solution.split([value.shape[-1], key.shape[-1]], dim=-1)
+    kept_keys = key * pairs[..., -1, :, None]
+    chunk_decay = from_start[..., -1:, :]
+    shape = (*key.shape[:2], key.shape[-1], value.shape[-1])
+    sums = value.new_zeros(shape) if state is None else state.numerator
+    states, changes = [], []
+    # Unbound for the same reason as in `_chunked_sums`
+    for parts in zip(*(part.unbind(dim=2) for part in (of_values, of_state, kept_keys, chunk_decay))):
+        own_values, own_state, keys, decay = parts
+        states.append(sums)
+        changes.append(own_values - own_state @ sums)
+        sums = sums * decay + keys.mT @ changes[-1]
+    states, changes = (torch.stack(parts, dim=2)[:, :, None] for parts in (states, changes))
+
+    weights = (query @ key[:, :, None].mT) * pairs[:, :, None]
+    output = (query * from_start[:, :, None]) @ states + weights @ changes
+    return output.flatten(3, 4)[..., :length, :], _delta_state(sums)
+
+
+def _delta_state(sums) -> LinearState:
+    return LinearState(sums, sums.new_zeros(*sums.shape[:2], 0))
+
+
 def divide(numerator, denominator) -> Tensor:
     """Divides; a query that sees no key gets 0."""
     is_zero = counts_as_zero(denominator)[..., None]
@@ -238,26 +330,29 @@ def _pairs(inputs, is_causal=True) -> Tensor:
 
 def _chunked(inputs, chunk_size) -> LinearInputs:
     """Cuts the length into chunks, `(..., n, d)` -> `(..., chunks, c, d)`, and fills up with padding."""
-    length = inputs.query.shape[-2]
-    missing = 0 if chunk_size is None else -length % chunk_size
-    size = length if chunk_size is None else chunk_size
-
-    def cut(states) -> Tensor:
-        return F.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, size))
-
-    def cut_row(row) -> Tensor:
-        # Padding repeats the last token's number
-        row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
-        return row.unflatten(-1, (-1, size))
-
-    query, key = cut(inputs.query), cut(inputs.key)
+    query, key, value = (_cut(states, chunk_size) for states in (inputs.query, inputs.key, inputs.value))
     is_rotated = inputs.rotated_query is not inputs.query
-    rotated = [cut(inputs.rotated_query), cut(inputs.rotated_key)] if is_rotated else [query, key]
-    is_valid = cut(inputs.is_valid[..., None]).squeeze(-1)  # `cut` fills up with 0
-    start = None if inputs.document_start is None else cut_row(inputs.document_start)
-    return LinearInputs(
-        query, key, *rotated, cut(inputs.value), cut_row(inputs.count), is_valid, start, inputs.log_decay
-    )
+    rotated = (inputs.rotated_query, inputs.rotated_key)
+    rotated = [_cut(states, chunk_size) for states in rotated] if is_rotated else [query, key]
+    is_valid = _cut(inputs.is_valid[..., None], chunk_size).squeeze(-1)
+    count = _cut_row(inputs.count, chunk_size)
+    start = None if inputs.document_start is None else _cut_row(inputs.document_start, chunk_size)
+    return LinearInputs(query, key, *rotated, value, count, is_valid, start, inputs.log_decay)
+
+
+def _cut(states, size) -> Tensor:
+    """Cuts `(..., n, d)` into chunks `(..., chunks, size, d)`, filled up with 0; one chunk without a `size`."""
+    length = states.shape[-2]
+    missing = 0 if size is None else -length % size
+    return F.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, length if size is None else size))
+
+
+def _cut_row(row, size) -> Tensor:
+    """Cuts `(b, n)` into chunks `(b, chunks, size)`; padding repeats the last token's number."""
+    length = row.shape[-1]
+    missing = 0 if size is None else -length % size
+    row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
+    return row.unflatten(-1, (-1, length if size is None else size))
 
 
 def linear_attention(
@@ -271,6 +366,7 @@ def linear_attention(
     state: LinearState | None = None,
     form: str = "chunked",
     is_causal: bool = True,
+    beta: Tensor | None = None,
 ) -> tuple[Tensor, LinearState | None]:
     """Computes linear attention of the tokens of one call.
 
@@ -278,9 +374,11 @@ def linear_attention(
         query: `(batch, heads, query, head_dim)`, before rotary positions.
         key, value: `(batch, key_value_heads, query, head_dim)`.
         visibility: padding and packed documents, or `None`.
-        log_decay: `(key_value_heads,)`.
-        form: `"chunked"`, or `"parallel"`, which neither takes nor returns a state.
+        log_decay: `(key_value_heads,)`; with a `beta` also `(batch, key_value_heads, query)`.
+        form: `"chunked"`, or `"parallel"`, which neither takes nor returns a state. The latter goes token by token
+            with a `beta`.
         is_causal: if false, there is neither a state nor a decay.
+        beta: `(batch, key_value_heads, query)`, the strength of each write by the delta rule.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.
@@ -312,29 +410,40 @@ def linear_attention(
         # Split, not sliced: the gradient of a slice has the size of the whole, which would make this quadratic
         return [states] if size is None else states.split(size, dim)
 
+    rates = (None, None)
+    if beta is not None:
+        log_decay = torch.zeros_like(beta) if log_decay is None else log_decay
+        rates = (beta, log_decay[:, None].expand_as(beta) if log_decay.ndim == 1 else log_decay)
+    chunked = chunked_form if beta is None else chunked_delta_form
+    step = recurrent_step if beta is None else recurrent_delta_step
     segments = zip(
-        *(split(states, 2) for states in (query, key, value)),
+        *(split(states, 2) for states in (query, key, value, *rates)),
         *(split(row, 1) for row in (count, is_valid, start, *(position_embeddings or (None, None)))),
     )
     outputs = []
     # Sums over thousands of tokens need float32, also where autocast would use less
     with maybe_autocast(query.device.type, enabled=False):
-        for index, (*states, start, cos, sin) in enumerate(segments):
+        for index, (*states, beta, rate, count, is_valid, start, cos, sin) in enumerate(segments):
             # A document that began before these tokens begins at a negative index
             document_start = None if start is None else start - index * SEGMENT_SIZE
             embeddings = None if cos is None else (cos, sin)
-            inputs = _make_inputs(*states, query_scaling, document_start, log_decay, embeddings)
-            if form == "parallel":
+            if beta is None:
+                inputs = _make_inputs(*states, count, is_valid, query_scaling, document_start, log_decay, embeddings)
+            else:
+                inputs = _make_delta_inputs(*states, beta, rate, is_valid, scaling, document_start, embeddings)
+            if form == "parallel" and beta is None:
                 output = parallel_form(inputs, is_causal)
             elif not is_causal:
                 output = bidirectional_form(inputs, None if end is None else end.expand(batch, -1))
             elif length == 1:
-                output, state = recurrent_step(inputs, 0, state)
+                output, state = step(inputs, 0, state)
                 output = output.unsqueeze(-2)
             elif is_exporting:
-                output, state = chunked_form(inputs, state, chunk_size=None)
+                output, state = chunked(inputs, state, chunk_size=None)
+            elif form == "parallel":
+                output, state = recurrent_delta_form(inputs)
             else:
-                output, state = chunked_form(inputs, state)
+                output, state = chunked(inputs, state)
             outputs.append(output.flatten(1, 2).transpose(1, 2).to(dtype))
     return torch.cat(outputs, dim=1), None if form == "parallel" else state
 
@@ -354,3 +463,22 @@ def _make_inputs(
     rotated_query = grouped if rotated_query is query else rotated_query.unflatten(1, groups)
     log_decay = None if log_decay is None else log_decay.to(query)
     return LinearInputs(grouped, key, rotated_query, rotated_key, value, count, is_valid, document_start, log_decay)
+
+
+def _make_delta_inputs(
+    query, key, value, beta, log_decay, is_valid, scaling, document_start, position_embeddings
+) -> DeltaInputs:
+    dtype = at_least_float32(query)
+    query, key, value, beta, log_decay = (states.to(dtype) for states in (query, key, value, beta, log_decay))
+    if position_embeddings is not None:
+        query, key = rotate(query, key, *(part.to(dtype) for part in position_embeddings))
+    query, key = _of_unit_length(query) * scaling, _of_unit_length(key)
+    if is_valid is not None:
+        beta, log_decay = (rate * is_valid[:, None] for rate in (beta, log_decay))
+    query = query.unflatten(1, (key.shape[1], -1))
+    return DeltaInputs(query, key, value, beta, log_decay, document_start)
+
+
+def _of_unit_length(states) -> Tensor:
+    # The epsilon of Transformers' `qwen3_next`
+    return states * torch.rsqrt(states.square().sum(dim=-1, keepdim=True) + 1e-6)

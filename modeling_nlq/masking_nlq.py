@@ -173,6 +173,7 @@ class TokenContext(LayerArgument):
     key_is_valid: Tensor | None = None  # (batch, key)
     document: Tensor | None = None  # (batch, key), each key's packed document
     has_own_mask: bool = False  # whether the caller gave a mask of queries and keys
+    position_ids: Tensor | None = None  # (batch or 1, query), what rotary positions are made of
 
 
 class FlexMask(NamedTuple):
@@ -237,7 +238,7 @@ class Sequences(LayerArgument):
             key_position = count_tokens(F.pad(self.padding_mask.long(), (0, end)))[:, start:end]
         is_valid = None if key_is_valid is None else key_is_valid[:, query_index]
         positions = (key_position[:, query_index], key_position, query_index)
-        return TokenContext(count, *positions, is_valid, key_is_valid, self.segments, has_own_mask)
+        return TokenContext(count, *positions, is_valid, key_is_valid, self.segments, has_own_mask, self.position_ids)
 
     def sees_all_keys(self, layer, cache) -> bool:
         sliding_window, sees_own_key = layer.visible_keys

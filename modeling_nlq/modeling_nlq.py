@@ -43,7 +43,7 @@ from .backends_nlq import (
     supports_flash_attention,
 )
 from .cache_nlq import CACHE_NAME, LinearState, cache_layer_with, cache_of_both
-from .configuration_nlq import AUTOMATIC, PROJECTIONS, NLQConfig
+from .configuration_nlq import AUTOMATIC, VALUE_PROJECTIONS, NLQConfig
 from .integrations_nlq import (
     NLQGenerationMixin,
     NLQIntegrationMixin,
@@ -62,6 +62,7 @@ from .parts_base_nlq import (
     AttentionPart,
     ScoreBias,
     from_columns,
+    join_columns,
     materialized_by,
     own_heads,
     to_columns,
@@ -144,7 +145,7 @@ class NLQBottleneck(nn.Module):
 
 def make_terms(layer: NLQConfig, name: str) -> tuple[nn.Linear | None, NLQBottleneck | None]:
     """Makes the terms with weights of the projection `"query"`, `"key"` or `"value"`."""
-    projection = PROJECTIONS[getattr(layer, f"{name}_projection")]
+    projection = VALUE_PROJECTIONS[getattr(layer, f"{name}_projection")]
     is_query = name == "query"
     input_size = layer.hidden_size if is_query else layer.key_value_input_size
     output_size = (layer.num_query_heads if is_query else layer.num_key_value_heads) * layer.head_dim
@@ -183,7 +184,12 @@ class NLQAttention(nn.Module):
 
         # diff with Llama: a projection is a sum of terms; a missing one is `None`
         names = ("query", "key", "value")
-        self.projections = {name: PROJECTIONS[getattr(layer, f"{name}_projection")] for name in names}
+        self.projections = {name: VALUE_PROJECTIONS[getattr(layer, f"{name}_projection")] for name in names}
+        self.value_is_key = layer.value_projection == "key"
+        self.caches_keys_alone = layer.caches_keys_alone
+        # It rotates the keys of such a cache
+        needs_angles = self.caches_keys_alone and self.has_rotary_positions
+        self.rotary_emb = GPTNeoXRotaryEmbedding(config) if needs_angles else None
         self.q_proj, self.q_bottleneck = make_terms(layer, "query")
         self.k_proj, self.k_bottleneck = make_terms(layer, "key")
         self.v_proj, self.v_bottleneck = make_terms(layer, "value")
@@ -209,7 +215,8 @@ class NLQAttention(nn.Module):
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
         self.has_residual_hook = bool(self._names_by_hook["change_residual"])
         self.materializes = materialized_by(parts.values())
-        self.needs_token_context = any(part.needs_token_context for part in parts.values())
+        self.needs_token_context = self.rotary_emb is not None
+        self.needs_token_context |= any(part.needs_token_context for part in parts.values())
         self.needs_first_values = any(part.needs_first_values for part in parts.values())
         self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
         # The first layer hands its values on where another one reads them
@@ -299,7 +306,8 @@ class NLQAttention(nn.Module):
 
     def project_source(self, call, query) -> tuple[Tensor, Tensor]:
         source = call.hidden_states if call.source is None else call.source
-        return self._sum_terms("key", source), self._sum_terms("value", source)
+        key = self._sum_terms("key", source)
+        return key, key if self.value_is_key else self._sum_terms("value", source)
 
     def _sum_terms(self, name, hidden_states) -> Tensor:
         """Returns a projection, `(batch, length, hidden)` -> `(batch, length, heads, head_dim)`."""
@@ -326,6 +334,9 @@ class NLQAttention(nn.Module):
             dtype = at_least_float32(key)
             call.states = {part.name: part("token_state", call).to(dtype) for part in stateful_parts}
         if call.cache is not None:
+            keys_alone = self.holds_keys_alone(call.cache)
+            if keys_alone:
+                key, value = value, self._position_columns(call, value, position_embeddings)
             if stateful_parts:
                 columns = to_columns(list(call.states.values()), key.dtype)
                 key = torch.cat([key, columns], dim=-1)
@@ -333,6 +344,8 @@ class NLQAttention(nn.Module):
             if stateful_parts:
                 call.states = from_columns(key[..., self.head_dim :], stateful_parts)
                 key = key[..., : self.head_dim]
+            if keys_alone:
+                key, value = self._keys_of_values(key, value, position_embeddings), key
         bias = None
         for part in self.parts_with("score_bias"):
             part_bias = part("score_bias", call, (call.states or {}).get(part.name))
@@ -342,6 +355,37 @@ class NLQAttention(nn.Module):
         for part in self.parts_with("change_cached_qkv"):
             query, key, value = part("change_cached_qkv", call, query, key, value)
         return query, key, value, bias
+
+    def holds_keys_alone(self, cache) -> bool:
+        """Tells whether a cache holds keys before norm and positions, and no values.
+
+        Not if it is paged, rounds what it holds, or was made in advance with a place for values.
+        """
+        if not self.caches_keys_alone or isinstance(cache, PagedAttentionCache):
+            return False
+        is_made = self.layer_idx < len(cache.layers)
+        layer = cache.layers[self.layer_idx] if is_made else cache.layer_class_to_replicate
+        has_values = is_made and layer.is_initialized and layer.values.shape[-1] == self.head_dim
+        return not (has_values or hasattr(layer, "_quantize"))
+
+    def _position_columns(self, call, key, position_embeddings) -> Tensor:
+        """Returns what such a cache holds beside keys `(batch, groups, length, head_dim)`: their rotary positions.
+
+        Only the call that brings a token knows the caller's position of it.
+        """
+        if position_embeddings is None:
+            return key[..., :0]
+        positions = call.token_context.position_ids[:, None, :, None].to(at_least_float32(key))
+        return to_columns([positions.expand(*key.shape[:3], 1)], key.dtype)
+
+    def _keys_of_values(self, value, columns, position_embeddings) -> Tensor:
+        key = value
+        if (norm := getattr(self, "k_norm", None)) is not None:
+            key = norm(key.transpose(1, 2)).transpose(1, 2)
+        if position_embeddings is not None:
+            angles = self.rotary_emb(position_embeddings[0], join_columns(columns)[:, 0, :, 0])
+            _, key = rotate(key[:, :0], key, *angles)
+        return key
 
     def update_cache(self, cache, key, value, arguments) -> tuple[Tensor, Tensor]:
         # Before Transformers 5.24, Llama's attention functions updated a paged cache
@@ -390,20 +434,48 @@ class NLQLinearAttention(NLQAttention):
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.linear_attention_decay = self.layer_config(config, layer_idx).linear_attention_decay
+        layer = self.layer_config(config, layer_idx)
+        self.linear_attention_decay = layer.linear_attention_decay
+        self.largest_beta = layer.linear_attention_beta
+        heads = config.num_key_value_heads
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate
-            initial = initial_decay_bias(config.num_key_value_heads)
-            self.decay_bias = nn.Parameter(initial.to(torch.get_default_dtype()))
+            self.decay_bias = nn.Parameter(initial_decay_bias(heads).to(torch.get_default_dtype()))
+        # The names are those of Gated DeltaNet, with `bias` for the same reason as `sink_bias`
+        is_delta = layer.linear_attention_update == "delta"
+        self.b_proj = nn.Linear(config.hidden_size, heads, bias=False) if is_delta else None
+        self.a_proj = None
+        if self.linear_attention_decay == "gated":
+            self.a_proj = nn.Linear(config.hidden_size, heads, bias=False)
+            self.a_log_bias = nn.Parameter(torch.zeros(heads))
+            self.dt_bias = nn.Parameter(torch.ones(heads))
 
     def initialize(self):
         if self.linear_attention_decay == "learned":
             init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
+        elif self.linear_attention_decay == "gated":
+            # As in Transformers' `qwen3_next`
+            init.copy_(self.a_log_bias, torch.empty_like(self.a_log_bias).uniform_(0.01, 16.0).log_())
+            init.ones_(self.dt_bias)
+
+    def rates(self, hidden_states) -> dict[str, Tensor | None]:
+        """Returns the `log_decay` and `beta` of `linear_attention`, given the layer's input."""
+        if self.b_proj is None:
+            return {"log_decay": self.log_decay}
+        strength = self.b_proj(hidden_states)
+        beta = self.largest_beta * torch.sigmoid(strength.to(at_least_float32(strength)))
+        log_decay = self.log_decay
+        if self.a_proj is not None:
+            biases = (own_heads(each, self.tp_mesh, dim=0) for each in (self.a_log_bias, self.dt_bias))
+            log_rate, bias = (each.to(beta.dtype) for each in biases)
+            log_decay = -log_rate.exp() * F.softplus(self.a_proj(hidden_states) + bias)
+            log_decay = log_decay.transpose(1, 2)
+        return {"log_decay": log_decay, "beta": beta.transpose(1, 2)}
 
     @property
     def log_decay(self) -> Tensor | None:
-        """`(key_value_heads,)`, the logarithm of the decay per token."""
-        if self.linear_attention_decay is None:
+        """`(key_value_heads,)`, the logarithm of the decay per token, unless the layer's input decides."""
+        if self.linear_attention_decay in (None, "gated"):
             return None
         if self.linear_attention_decay == "learned":
             dtype = at_least_float32(self.decay_bias)
@@ -414,7 +486,7 @@ class NLQLinearAttention(NLQAttention):
 
     def attend(self, call, position_embeddings, name, mask, kwargs):
         length = call.hidden_states.shape[1]
-        query, key, value = self.project(call)  # rotary positions come after the feature map
+        query, key, value = self.project(call)  # rotary positions come later, in at least float32
         cache_layer = state = None
         if (cache := call.cache) is not None:
             name = "attention_activation='linear_attention'"
@@ -430,11 +502,11 @@ class NLQLinearAttention(NLQAttention):
             value,
             mask,
             scaling=self.scaling,
-            log_decay=self.log_decay,
             position_embeddings=position_embeddings,
             state=state,
             form="parallel" if self.config._attn_implementation == "eager" and cache_layer is None else "chunked",
             is_causal=self.is_causal,
+            **self.rates(call.hidden_states),
         )
         if cache_layer is not None:
             cache_layer.set_state(state, length)
@@ -459,10 +531,13 @@ class NLQCrossAttention(NLQAttention):
         if not self.has_source(call.cache):
             return super().project_source(call, query)
         # Quantized layers and some adapters fail without tokens
-        is_own_type = self.projections["value"].identity
+        is_own_type = self.projections["key" if self.value_is_key else "value"].identity
         dtype = call.source.dtype if is_own_type else autocast_dtype(call.source)
         states = query[:, :0, :: self.num_key_value_groups].to(dtype)
         return states, states
+
+    def holds_keys_alone(self, cache):
+        return super().holds_keys_alone(cache.cross_attention_cache)
 
     def update_cache(self, cache, key, value, *_):
         half, index = cache.cross_attention_cache, self.layer_idx

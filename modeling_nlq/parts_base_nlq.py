@@ -129,6 +129,7 @@ class AttentionPart(nn.Module):
     needs_token_context: ClassVar[bool] = False  # whether hooks read `call.token_context`
     needs_first_values: ClassVar[bool] = False  # or `call.first_values`; then the first layer does not have the part
     needs_own_value: ClassVar[bool] = False  # or `call.values`, which cross-attention lacks
+    keeps_keys: ClassVar[bool] = False  # whether its `change_qkv` changes queries alone
     activations: ClassVar[tuple[str, ...]] = ()  # the attention activations that it can have; all if empty
     causal_only: ClassVar[bool] = False  # whether it needs an order of the tokens, which encoders lack
     # Whether the residual sum goes on from what `change_residual` returns, which otherwise its reader alone gets
@@ -367,9 +368,15 @@ def to_columns(states: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([*columns, rest.to(dtype)], dim=-1)
 
 
-def from_columns(columns: Tensor, parts: Sequence[AttentionPart]) -> dict[str, Tensor]:
-    """Unpacks what `to_columns` has packed, by the name of the part."""
+def join_columns(columns: Tensor) -> Tensor:
+    """Returns the states side by side, which `to_columns` has packed."""
     if (units := _UNITS.get(columns.dtype)) is not None:
         *others, last = columns.chunk(len(units), dim=-1)
         columns = sum(column.detach().float() * unit for unit, column in zip(units, others)) + last.float()
+    return columns
+
+
+def from_columns(columns: Tensor, parts: Sequence[AttentionPart]) -> dict[str, Tensor]:
+    """Unpacks what `to_columns` has packed, by the name of the part."""
+    columns = join_columns(columns)
     return dict(zip((part.name for part in parts), columns.split([part.state_size for part in parts], dim=-1)))

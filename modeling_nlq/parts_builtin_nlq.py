@@ -274,6 +274,7 @@ class QKNorm(AttentionPart):
     field_type = Literal["rms", "rms_all_heads", "l2"] | None
     formula = "norm(q_i) . norm(k_j)"
     source = "Henry et al. 2020, arXiv 2010.04245 (l2); OLMo 2, arXiv 2501.00656 (rms_all_heads)"
+    keeps_keys = True  # but for `k_norm`, through which the layer also passes what a cache holds
 
     @classmethod
     def layer_modules(cls, config):
@@ -291,20 +292,29 @@ class QKNorm(AttentionPart):
 
 
 class LengthScaling(AttentionPart):
-    """Multiplies scores by `s_h log n_i` of `n_i` visible keys, but neither sinks nor biases."""
+    """Multiplies scores by `s_h log n_i` of `n_i` visible keys, but neither sinks nor biases.
+
+    `"log_bias"`: by `s_h log n_i + b_h`, which is 1 at first, as in Mistral Large 4.
+    """
 
     name = "attention_length_scaling"
-    field_type = Literal["log"] | None
-    formula = "s_h log(n_i) s_ij"
-    source = "Nakanishi 2025, arXiv 2501.19399"
+    field_type = Literal["log", "log_bias"] | None
+    formula = "s_h log(n_i) s_ij, or (s_h log(n_i) + b_h) s_ij"
+    source = "Nakanishi 2025, arXiv 2501.19399; Mistral Large 4"
     needs_token_context = True
+    keeps_keys = True
     start = "its factor depends on the number of keys"
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        # The factor is 1 at first for a query that sees the most keys
-        most = max(2, config.most_visible_keys)
-        self.scale_bias = nn.Parameter(torch.full((config.num_query_heads,), 1.0 / math.log(most)))
+        has_shift = config.attention_length_scaling == "log_bias"
+        # The factor is 1 at first, without a bias for a query that sees the most keys
+        scale = 0.0 if has_shift else 1.0 / math.log(max(2, config.most_visible_keys))
+        self.scale_bias = nn.Parameter(torch.full((config.num_query_heads,), scale))
+        self.shift_bias = nn.Parameter(torch.ones(config.num_query_heads)) if has_shift else None
+
+    def start_without_effect(self, layer):
+        return self.start if self.shift_bias is None else None  # it begins so
 
     @classmethod
     def check(cls, config):
@@ -319,6 +329,8 @@ class LengthScaling(AttentionPart):
     def change_qkv(self, call, query, key, value):
         log_count = call.token_context.visible_count.clamp(min=1).to(at_least_float32(query)).log()
         factor = own_heads(self.scale_bias, call.tp_mesh, dim=0) * log_count.transpose(1, 2)  # (batch, query, heads)
+        if self.shift_bias is not None:
+            factor = factor + own_heads(self.shift_bias, call.tp_mesh, dim=0)
         return (query * factor[..., None]).to(query.dtype), key, value
 
 
@@ -332,6 +344,7 @@ class Parallax(AttentionPart):
     formula = "(1 + sum_k p_ik t_ik - t_ij) p_ij, t_ij = (x_i W_r) . k_j"
     source = "arXiv 2605.29157"
     start = "zero"
+    keeps_keys = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -571,8 +584,8 @@ class DifferentialAttention(AttentionPart):
     def start_without_effect(self, layer):
         if not self.is_v2:
             return "the norm of the difference has no counterpart; use 'v2'"
-        if getattr(layer, "output_activation", None) is not None:
-            return "the attention_output_activation comes before the weights that would be doubled"
+        if getattr(layer, "output_activation", None) is not None or self.config.gate_source == "output":
+            return "an activation, or what a gate reads, comes before the weights that would be doubled"
         for parameter in self.proj.parameters():
             parameter.zero_()
         layer.o_proj.weight.mul_(2.0)  # both maps are equal, and sigmoid(0) = 1/2
@@ -713,20 +726,36 @@ class NLQSharedLinear(nn.Linear):
         return F.linear(states, *(shared_by_heads(parameter, self.tp_mesh) for parameter in parameters))
 
 
+def softplus(states: Tensor) -> Tensor:
+    return F.softplus(states.to(at_least_float32(states))).to(states.dtype)  # in float32, as Laguna
+
+
+GATE_ACTIVATIONS = {"sigmoid": torch.sigmoid, "softplus": softplus}
+
+
 class AttentionGate(AttentionPart):
-    """A gate for each head or each element. The gate `"value"` reads the token's own value, by one shared matrix."""
+    """A gate for each head or each element. The gate `"value"` reads the token's own value, by one shared matrix.
+
+    With `gate_source="output"` it reads the outputs of all heads in place of the layer's input. `gate_rank` makes its
+    matrix a product of two, and `gate_activation` is `"sigmoid"` or `"softplus"`.
+    """
 
     name = "attention_gate"
     field_type = Literal["headwise", "elementwise", "value"] | None
     formula = "y_i * sigmoid(x_i W_g), or y_i * sigmoid(v_i W_g)"
-    source = "Qiu et al. 2025, arXiv 2505.06708; of values: arXiv 2510.09017"
+    source = "Qiu et al. 2025, arXiv 2505.06708; of values: arXiv 2510.09017; of outputs: arXiv 2608.11805"
 
     @classmethod
     def layer_modules(cls, config):
         if config.attention_gate == "value":
             return {"value_gate_proj": NLQSharedLinear(config.head_dim, config.head_dim, bias=config.use_bias)}
         width = config.num_attention_heads * (config.head_dim if config.attention_gate == "elementwise" else 1)
-        return {"gate_proj": nn.Linear(config.hidden_size, width, bias=config.use_bias)}
+        inputs = config.num_attention_heads * config.head_dim
+        inputs = inputs if config.gate_source == "output" else config.hidden_size
+        if (rank := config.gate_rank) is None:
+            return {"gate_proj": nn.Linear(inputs, width, bias=config.use_bias)}
+        down_proj = nn.Linear(inputs, rank, bias=False)
+        return {"gate_down_proj": down_proj, "gate_proj": nn.Linear(rank, width, bias=config.use_bias)}
 
     @classmethod
     def calls_per_token(cls, config, layer_idx):
@@ -734,22 +763,37 @@ class AttentionGate(AttentionPart):
 
     @classmethod
     def split_layers(cls, config):
-        return {} if config.attention_gate == "value" else {"gate_proj": "colwise"}
+        if config.attention_gate == "value":
+            return {}
+        down = {"gate_down_proj": "rowwise"} if config.gate_source == "output" else {}
+        return {"gate_proj": "colwise", **down}
+
+    @classmethod
+    def refuse_split(cls, config):
+        is_whole = config.gate_source == "output" and config.gate_rank is None
+        return "each gate reads the outputs of all heads; set a gate_rank" if is_whole else None
 
     def change_output(self, call, heads):
-        gate = self._gate(call, heads.shape[2])
+        gate = self._gate(call, heads)
         return (heads.unflatten(2, (gate.shape[2], -1)) * gate[:, :, :, None]).flatten(2, 3)
 
     def measure(self, call):
+        if self.config.gate_source == "output":
+            return {}  # there are no outputs here
         heads = self.config.num_attention_heads
-        gate = self._gate(call, heads).mean(dim=(0, 1, 3))
+        gate = self._gate(call).mean(dim=(0, 1, 3))
         return {"mean_gate": gate.repeat_interleave(heads // len(gate))}
 
-    def _gate(self, call, heads) -> Tensor:
-        """Returns `(batch, query, heads or groups, head_dim or 1)`."""
-        if self.config.attention_gate != "value":
-            return torch.sigmoid(call.layer.gate_proj(call.hidden_states)).unflatten(-1, (heads, -1))
-        return torch.sigmoid(call.layer.value_gate_proj(call.values.transpose(1, 2)))
+    def _gate(self, call, heads=None) -> Tensor:
+        """Returns `(batch, query, heads or groups, head_dim or 1)`, from the outputs `heads` if it reads them."""
+        config, layer = self.config, call.layer
+        activation = GATE_ACTIVATIONS[config.gate_activation]
+        if config.attention_gate == "value":
+            return activation(layer.value_gate_proj(call.values.transpose(1, 2)))
+        states = heads.flatten(2) if config.gate_source == "output" else call.hidden_states
+        states = states if config.gate_rank is None else layer.gate_down_proj(states)
+        size = config.head_dim if config.attention_gate == "elementwise" else 1
+        return activation(layer.gate_proj(states)).unflatten(-1, (-1, size))
 
 
 # In the order of hooks

@@ -64,6 +64,11 @@ _SURROUNDINGS = {
     },
     "relu, normalised by the length": {"attention_activation": "relu"},
     "linear attention": {"attention_activation": "linear_attention"},
+    "the gated delta rule": {
+        "attention_activation": "linear_attention",
+        "linear_attention_update": "delta",
+        "linear_attention_decay": "gated",
+    },
     "an encoder (causal_only = True refuses those)": {"is_causal": False},
     "an encoder with sigmoid and a window (causal_only = True refuses those)": {
         "is_causal": False,

@@ -138,7 +138,8 @@ def measure(
     A weight of a matrix costs 2 operations per token forward and 4 backward, or 2 backward if it is frozen. Each
     product with a key or value costs 6 for each of the `head_dim` elements, without discount for causality (Chowdhery
     et al. 2022, appendix B). Linear attention has `head_dim` such products per head, to read its state and to write
-    it. Norms, activations and the softmax are not counted. All experts of a mixture count.
+    it; the delta rule also to read what a key replaces. Norms, activations and the softmax are not counted. All
+    experts of a mixture count.
 
     `context` is in tokens, of source and target for a pair, and by default `context_of` the model. `prepare` changes
     the model first. Raises `ValueError` or `ImportError` if the model cannot be made, or does not say its context
@@ -248,14 +249,14 @@ def _attention_products(half: str, config: PreTrainedConfig, length: int, source
     for layer, kind, sizes in zip(layers, *get_layer_types_and_kwargs(config)):
         products = length * min(length, sides * sizes.get("sliding_window", length) + sides - 1) * 2 * _width(layer)
         if kind == LAYER_TYPE:
-            products = _products_with_state(config, length, length)
+            products = _products_with_state(layer, length, length)
         if not isinstance(config, NLQConfig):
             total += products + (length * source * 2 * _width(layer) if half == "decoder" else 0)
             continue
         total += products * _part_cost(layer)
         if (cross := layer.cross_attention_config) is not None:
             is_linear = cross.activation.kind == "linear"
-            products = _products_with_state(config, length, source) if is_linear else length * source * 2 * width
+            products = _products_with_state(cross, length, source) if is_linear else length * source * 2 * width
             total += products * _part_cost(cross)
     return round(total)
 
@@ -265,9 +266,10 @@ def _width(layer: PreTrainedConfig) -> int:
     return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
 
 
-def _products_with_state(config: NLQConfig, queries: int, keys: int) -> int:
-    # Heads of queries read the state of linear attention, and heads of keys write it
-    return config.head_dim**2 * (config.num_attention_heads * queries + config.num_key_value_heads * keys)
+def _products_with_state(layer: NLQConfig, queries: int, keys: int) -> int:
+    # Heads of queries read the state of linear attention. Heads of keys write it, and by the delta rule first read it
+    writes = (2 if layer.linear_attention_update == "delta" else 1) * keys
+    return layer.head_dim**2 * (layer.num_attention_heads * queries + layer.num_key_value_heads * writes)
 
 
 def _part_cost(layer: NLQConfig) -> float:

@@ -10,6 +10,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from huggingface_hub.errors import StrictDataclassError
 from support.model_cases import (
+    DELTA,
     ELEMENTWISE_KINDS,
     LINEAR_KINDS,
     PART_SWITCHES,
@@ -24,7 +25,7 @@ from transformers import AutoConfig
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
 from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.linear_nlq import chunked_form
+from modeling_nlq.linear_nlq import chunked_delta_form, chunked_form
 from modeling_nlq.parts_builtin_nlq import DifferentialAttention
 from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.run.recipe import load_recipe
@@ -76,7 +77,8 @@ def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, 
     monkeypatch.setattr(DifferentialAttention, "change_returned_weights", lambda part, call, weights: weights)
 
     def count(chunk_size=None):
-        monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(chunked_form, chunk_size=chunk_size))
+        for form in (chunked_form, chunked_delta_form):
+            monkeypatch.setattr(linear_nlq, form.__name__, functools.partial(form, chunk_size=chunk_size))
         with FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, context, dtype=torch.long), use_cache=False)
         return counter.get_total_flops() / context
@@ -84,7 +86,9 @@ def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, 
     per_layer = 2 * config.hidden_size * config.num_hidden_layers
     counted = count()
     if is_linear:  # the pairs within a chunk grow with its size: what is left at 0 are the products with the state
-        counted = 2 * count(4) - count(8) - per_layer  # and with the sum of the keys, which normalises
+        counted = 2 * count(4) - count(8)
+    if is_linear and config.linear_attention_update == "additive":
+        counted -= per_layer  # with the sum of the keys, which normalises
     if config.differential_attention == "v1":  # whose keys have as many zeros as elements
         counted -= context * per_layer
     # Elementwise products, which PyTorch does not count
@@ -167,6 +171,16 @@ BAD = [
         ["layer 2", "linear_attention_decay='fixed'", "'linear_attention'", "'relu'"],
     ),
     ({**LINEAR, "linear_attention_decay": "fast"}, ["linear_attention_decay", "fast", "fixed", "learned"]),
+    ({**LINEAR, "linear_attention_decay": "gated"}, ["decay='gated'", "linear_attention_update='delta'"]),
+    ({**LINEAR, "linear_attention_beta": 2}, ["linear_attention_beta=2", "linear_attention_update='delta'"]),
+    ({"linear_attention_update": "delta"}, ["update='delta'", "'linear_attention'", "'softmax'"]),
+    ({**DELTA, "qk_norm": "l2"}, ["qk_norm='l2' excludes linear_attention_update='delta'"]),
+    ({**DELTA, "attention_normalization": "sum"}, ["attention_normalization='sum' excludes", "'delta'"]),
+    ({**DELTA, "is_causal": False}, ["linear_attention_update='delta' needs an order", "use is_causal=True"]),
+    (
+        {"add_cross_attention": True, "cross_attention": DELTA},
+        ["cross_attention: 'linear_attention_update' cannot be set there"],
+    ),
     ({"attention_dropout": 0.1, **layers(1, **LINEAR)}, ["layer 1", "attention_dropout=0.1 excludes", "'linear_"]),
     ({**LINEAR, "attention_sink": "zero"}, ["attention_sink='zero'", "'softmax'", "'linear_attention'"]),
     ({"hidden_act": "prelu"}, ["hidden_act='prelu'", "gelu"]),

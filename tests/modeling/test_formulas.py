@@ -40,6 +40,7 @@ ALL_SWITCHES = SWITCHES | PART_SWITCHES
 ALL_SWITCHES |= {f"rotary_{name}": {**switches, "position_embedding": "rope"} for name, switches in ROTARY.items()}
 # They need an order of the tokens, which an encoder does not have
 ORDERED = ("forget_gate", "canon", "selective_attention", "stick_breaking", "linear_attention_decay")
+ORDERED += ("linear_attention_update",)
 
 
 @pytest.mark.thin(4)

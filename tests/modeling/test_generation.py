@@ -41,7 +41,7 @@ PARTS = {
     "differential_v1": {"differential_attention": "v1"},
     "canon_and_window": {"canon": "BC", "sliding_window": 3},
     "selective": {"selective_attention": True, "forget_gate": "fixed"},
-    **{name: PART_SWITCHES[name] for name in ("all_parts", "more_parts")},
+    **{name: PART_SWITCHES[name] for name in ("all_parts", "more_parts", "keys_as_values_with_states")},
 }
 # `test_invariants.py` decodes every kind with both caches
 SOME = ("softmax", "softmax_sink_learned", "sigmoid", "relu", "entmax15", "stick_breaking", "linear_learned")

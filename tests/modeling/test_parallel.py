@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support.model_cases import PART_SWITCHES, RICH, SWITCHES
+from support.model_cases import GATED_DELTA, PART_SWITCHES, RICH, SWITCHES
 from support.paths import TESTS
 from transformers.distributed import DistributedConfig
 
@@ -18,7 +18,8 @@ from modeling_nlq.integrations_nlq import check_distribution
 
 # Few models with many switches each, so that every part that belongs to heads is in one of them
 CASES = {name: {"attention_activation": name, **switches} for name, switches in RICH.items()}
-CASES |= {name: PART_SWITCHES[name] for name in ("all_parts", "more_parts")}
+CASES |= {"delta": {**GATED_DELTA, "num_key_value_heads": 2}}
+CASES |= {name: PART_SWITCHES[name] for name in ("all_parts", "more_parts", "output_gate")}
 SIZES = {
     "tp2": {"tp_size": 2},
     "tp4": {"tp_size": 4},
@@ -86,6 +87,7 @@ def test_every_switch(share, make_model, tmp_path):
         name: (switches, SIZES["tp2"])
         for name, switches in (SWITCHES | PART_SWITCHES).items()
         if not switches.items() & refused.items()
+        and (switches.get("gate_source") != "output" or "gate_rank" in switches)
     }
     check(dict(list(cases.items())[share::5]), make_model, tmp_path)
 
@@ -107,9 +109,11 @@ def test_impossible_sizes():
     config = NLQConfig(num_attention_heads=6, num_key_value_heads=2, hidden_size=24, num_hidden_layers=2)
     check_distribution(config, DistributedConfig(tp_size=2))
     pairs = NLQConfig(query_projection="linear", differential_attention="v1")
+    whole = NLQConfig(attention_gate="headwise", gate_source="output")
     for model, sizes, message in (
         (config, {"tp_size": 3}, "tp_size=3 must divide num_attention_heads=6 and num_key_value_heads=2$"),
         (config, {"pp_size": 2}, "pp_size=2: NLQ models have no pipeline stages; use tp_size$"),
+        (whole, {"tp_size": 2}, r"tp_size=2: attention_gate \(layer 0\) cannot be split: .*set a gate_rank$"),
         (pairs, {"tp_size": 2}, r"tp_size=2: differential_attention \(layer 0\) cannot be split: .*use 'v2'$"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):

@@ -14,7 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQModel
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
@@ -22,6 +23,7 @@ from modeling_nlq.cache_nlq import CACHE_NAME
 from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionPart, from_columns, to_columns
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
+from modeling_nlq.training.size import measure
 
 
 pytestmark = pytest.mark.thin(3)
@@ -138,6 +140,11 @@ def test_what_is_left_of_exclusive_attention_in_bfloat16(how, part, switches):
         "value_residual": {"value_residual": "some"},
         "depth_attention needs norm_position='pre'": {"depth_attention": True, "norm_position": "post"},
         "changes a sum that depth_attention": {"depth_attention": True, "residual_activation": "relu"},
+        "gate_rank=2 needs an attention_gate; set 'headwise'": {"gate_rank": 2},
+        "excludes gate_source='output'": {"attention_gate": "value", "gate_source": "output"},
+        "excludes gate_rank=2": {"attention_gate": "value", "gate_rank": 2},
+        "gate_rank=0 must be a positive integer": {"attention_gate": "headwise", "gate_rank": 0},
+        "key_projection='key' is unknown": {"key_projection": "key"},
         "canon='BA' must be letters out of 'ABCD'": {"canon": "BA"},
         "selective_attention=True excludes sliding_window=3": {"selective_attention": True, "sliding_window": 3},
         "parallax=True excludes differential": {"parallax": True, "differential_attention": "v2"},
@@ -214,3 +221,68 @@ def test_length_scaling_starts_at_1_for_a_query_with_the_most_keys(switches, mos
         most = min(2 * switches["sliding_window"] + 1, 32)
     part = NLQModel(config).layers[0].self_attn.parts["attention_length_scaling"]
     torch.testing.assert_close(part.scale_bias * math.log(most), torch.ones(len(part.scale_bias)))
+
+
+def test_length_scaling_with_a_bias_is_that_of_mistral_large_4(make_model):
+    theirs = pytest.importorskip("transformers.models.mistral_large4.modeling_mistral_large4")
+    theirs = theirs.MistralLarge4TextSoftmaxScaling(4)
+    part = make_model(attention_length_scaling="log_bias").model.layers[0].self_attn.parts["attention_length_scaling"]
+    theirs.load_state_dict({"scale": part.scale_bias, "bias": part.shift_bias})
+    query, positions = torch.randn(2, 7, 4, 5), torch.arange(7)[None]
+    call = SimpleNamespace(token_context=SimpleNamespace(visible_count=positions[:, None] + 1), tp_mesh=None)
+    torch.testing.assert_close(part.change_qkv(call, query, None, None)[0], theirs(query, positions, False))
+
+
+# Switches, and the width of what a cache has beside keys in float32 and in bfloat16: positions in columns, or values
+CACHES = {
+    "rope": ({"position_embedding": "rope", "qk_norm": "rms"}, 1, 3),
+    "other_queries": ({"attention_length_scaling": "log_bias", "parallax": True}, 0, 0),
+    "other_values": ({"value_residual": "learned"}, 4, 4),
+}
+
+
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_holds_keys_that_are_values_once(make_model, name):
+    switches, *widths = CACHES[name]
+    options = {"query_projection": "linear", "num_key_value_heads": 2, "value_projection": "key", **switches}
+    for dtype, width in zip((torch.float32, torch.bfloat16), widths):
+        model = make_model(dtype, **options)
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=7)):
+            model(random_tokens(3, 7), past_key_values=cache)
+            layer = cache.layers[1]
+            assert (layer.keys.numel(), layer.values.numel()) == (3 * 2 * 7 * 4, 3 * 2 * 7 * width)
+
+
+def test_every_cache_of_keys_that_are_values_knows_the_callers_positions(make_model):
+    """A cache that rounds what it holds, or was made in advance, has keys and values as for other models."""
+    model = make_model(torch.float64, value_projection="key", position_embedding="rope", query_projection="linear")
+    tokens, mask = random_tokens(2, 6), torch.ones(2, 6).long()  # with a mask they are no packed documents
+    positions = torch.tensor([[0, 2, 3, 7, 8, 20], [5, 6, 9, 10, 11, 12]])
+    expected = model(tokens, mask, positions, use_cache=False).logits
+    in_advance = StaticCache(config=model.config, max_cache_len=9)
+    in_advance.early_initialization(batch_size=2, num_heads=4, head_dim=4, dtype=torch.float64, device="cpu")
+    rounds = Cache(layer_class_to_replicate=type("Rounds", (DynamicLayer,), {"_quantize": None}))
+    for cache, width in ((DynamicCache(), 1), (in_advance, 4), (rounds, 4)):
+        for start, end in ((0, 2), (2, 3), (3, 6)):
+            logits = model(tokens[:, start:end], mask[:, :end], positions[:, start:end], cache).logits
+            torch.testing.assert_close(logits, expected[:, start:end], rtol=1e-6, atol=1e-6)
+        assert cache.layers[0].values.shape[-1] == width
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_parameters_of_values_and_gates_are_counted(use_bias):
+    sizes = {**SIZES, "hidden_size": 20, "head_dim": 3, "num_key_value_heads": 2, "query_projection": "linear"}
+
+    def added(biases, **switches):
+        before, after = (measure(NLQConfig(**sizes, use_bias=use_bias, **more)) for more in ({}, switches))
+        weights = (after.total - before.total) // 2 - biases * use_bias  # of each layer
+        assert after.flops_per_token - before.flops_per_token == 6 * 2 * weights
+        return weights
+
+    assert added(-6, value_projection="key") == -20 * 6
+    for attention_gate, width in (("headwise", 4), ("elementwise", 12)):
+        for gate_source, inputs in (("input", 20), ("output", 12)):
+            gate = {"attention_gate": attention_gate, "gate_source": gate_source}
+            assert added(width, **gate) == inputs * width
+            assert added(width, **gate, gate_rank=5) == (inputs + width) * 5

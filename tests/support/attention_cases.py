@@ -299,10 +299,11 @@ def set_rows(patch, count):
     patch.setitem(ATTENTION_BACKENDS["nlq_rows"].function.__globals__, "ROWS", count)
 
 
-def set_chunks(patch, function=linear_nlq.chunked_form, size=3):
+def set_chunks(patch, function=linear_nlq.chunked_form, size=3, delta_form=linear_nlq.chunked_delta_form):
     """Makes segments of linear attention of 6 tokens, and chunks of `size`."""
     patch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
     patch.setattr(linear_nlq, "chunked_form", functools.partial(function, chunk_size=size))
+    patch.setattr(linear_nlq, "chunked_delta_form", functools.partial(delta_form, chunk_size=size))
 
 
 def allow_cpp(patch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import reference
 from support.attention_cases import SCALING, Layout, causal, set_chunks
+from support.model_cases import GATED_DELTA
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -100,6 +101,7 @@ MODELS = {
     "linear": _LINEAR,
     "fixed": {**_LINEAR, "linear_attention_decay": "fixed", "position_embedding": "rope"},
     "learned": {**_LINEAR, "linear_attention_decay": "learned", "num_key_value_heads": 2},
+    "delta": {**GATED_DELTA, "num_key_value_heads": 2, "position_embedding": "rope"},
     "linear_first": {"per_layer_config": {0: {**_LINEAR, "linear_attention_decay": "learned"}}},
     "linear_last": {
         "attention_activation": "sigmoid",

@@ -23,6 +23,8 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "n
 SIZES |= {"intermediate_size": 24, "max_position_embeddings": 32}
 
 PROJECTIONS = tuple(configuration_nlq.PROJECTIONS)
+# The switches of a part, which mean nothing without it
+PART_OF = dict.fromkeys(configuration_nlq.GATE_OPTIONS, "attention_gate")
 
 
 # What the weights of a layer are: every activation, softmax with each sink, and linear attention with each decay
@@ -36,10 +38,15 @@ LINEAR_KINDS = {
     name: {"attention_activation": "linear_attention", "linear_attention_decay": decay}
     for name, decay in {"linear": None, "linear_fixed": "fixed", "linear_learned": "learned"}.items()
 }
+DELTA = {"attention_activation": "linear_attention", "linear_attention_update": "delta"}
+GATED_DELTA = {**DELTA, "linear_attention_decay": "gated", "linear_attention_beta": 2}
+LINEAR_KINDS |= {"delta": DELTA, "delta_gated": GATED_DELTA}
 KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **ROW_KINDS, **LINEAR_KINDS}
 # The values of switches whose type names none
 VALUES = {
-    **dict.fromkeys(("query_projection", "key_projection", "value_projection"), PROJECTIONS),
+    **dict.fromkeys(("query_projection", "key_projection"), PROJECTIONS),
+    "value_projection": tuple(configuration_nlq.VALUE_PROJECTIONS),
+    "gate_rank": (2,),
     **dict.fromkeys(("sublayer_activation", "residual_activation", "projection_activation"), ("relu", "silu", "tanh")),
     "attention_output_activation": ("gelu",),
     "attention_output_scaling": (0.5,),
@@ -85,7 +92,7 @@ def each_switch(base: dict) -> dict[str, dict]:
     cases = {}
     for field in (*OF_MODEL, *configuration_nlq.PER_LAYER_SWITCHES):
         for value in set(values_of(field)) - {getattr(NLQConfig, field), base.get(field)}:
-            switches = {**base, field: value}
+            switches = {**base, **({PART_OF[field]: "elementwise"} if field in PART_OF else {}), field: value}
             if field != "query_projection" and not is_accepted(switches):
                 switches["query_projection"] = "linear"
             if is_accepted(switches):
@@ -110,6 +117,7 @@ SWITCHES |= {
 }
 AFTER_THE_HEADS = {"head_projection": True, "attention_output_scaling": 3.0, "attention_output_activation": "tanh"}
 AFTER_THE_HEADS |= {"attention_gate": "elementwise"}
+VALUES_OF_KEYS = {"value_projection": "key", "position_embedding": "rope", "qk_norm": "rms", "num_key_value_heads": 2}
 # Parts together, and with what strains them most
 PART_SWITCHES = {
     "exclusive_learned": {"exclusive_attention": "learned", "num_key_value_heads": 2, **AFTER_THE_HEADS},
@@ -129,6 +137,10 @@ PART_SWITCHES = {
     },
     "canon": {"canon": "ABCD", "num_key_value_heads": 2, "mlp_type": "gated", "qk_norm": "rms", "sliding_window": 3},
     "value_gate": {"attention_gate": "value", "num_key_value_heads": 2, "qk_norm": "l2"},
+    "output_gate": {"attention_gate": "headwise", "gate_source": "output", "gate_rank": 3, **VALUES_OF_KEYS},
+    "output_gate_of_softplus": {**AFTER_THE_HEADS, "gate_source": "output", "gate_activation": "softplus"},
+    "keys_as_values": {**VALUES_OF_KEYS, "differential_attention": "v1", "sliding_window": 3},
+    "keys_as_values_with_states": {**VALUES_OF_KEYS, "forget_gate": "learned", "attention_length_scaling": "log_bias"},
     "selective": {"selective_attention": True, "num_key_value_heads": 2, "attention_sink": "learned"},
     "selective_and_forget_gate": {
         "selective_attention": True,

@@ -10,6 +10,7 @@ from support.model_cases import (
     ELEMENTWISE_KINDS,
     KINDS,
     OF_MODEL,
+    PART_OF,
     SIZES,
     VOCABULARY,
     is_accepted,
@@ -68,7 +69,9 @@ def some_switches(draw, fields, accepts, most=8):
     for name in draw(
         st.lists(st.sampled_from([field for field in fields if values_of(field)]), min_size=1, max_size=most)
     ):
-        changed = {**switches, name: draw(st.sampled_from(values_of(name)))}
+        part = PART_OF.get(name)
+        more = {part: draw(st.sampled_from(values_of(part)))} if part in fields and not switches.get(part) else {}
+        changed = {**switches, **more, name: draw(st.sampled_from(values_of(name)))}
         switches = changed if accepts(changed) else switches
     return switches
 

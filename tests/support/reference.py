@@ -160,6 +160,7 @@ def projection(layer, role, x, parameters, eps):
         return layer_norm(hidden, bottleneck.below("output_norm"), eps)
 
     formulas = {
+        "key": lambda: projection(layer, "k", x, parameters, eps),
         "linear": product,
         "identity": lambda: x,
         "residual": lambda: x + product(),
@@ -227,6 +228,19 @@ def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
     return torch.stack(outputs), torch.stack(all_weights)
 
 
+def delta_rule(query, key, value, visible, scaling, beta, decay):
+    """One head of the delta rule, `(length, head_dim)`, where `beta` and `decay` are `(length,)`."""
+    query, key = (states * torch.rsqrt(states.square().sum(dim=-1, keepdim=True) + 1e-6) for states in (query, key))
+    outputs = []
+    for i in range(len(query)):
+        state = value.new_zeros(value.shape[1], key.shape[1])
+        for j in visible[i].nonzero()[:, 0].tolist():
+            kept = torch.eye(key.shape[1], dtype=key.dtype) - beta[j] * torch.outer(key[j], key[j])
+            state = decay[j] * state @ kept + beta[j] * torch.outer(value[j], key[j])
+        outputs.append(scaling * state @ query[i])
+    return torch.stack(outputs)
+
+
 @dataclass
 class Text:
     """One sequence, perhaps of packed documents."""
@@ -260,18 +274,24 @@ def selections(scores, visible, is_token):
     return loss
 
 
-def after_the_weights(layer, head, output, parameters, gates, own, value):
-    """The steps after a head's weighted sum; `own` is the head's slice of columns, `value` the tokens' values."""
+def after_the_weights(layer, head, output, parameters, value):
+    """The steps after a head's weighted sum; `value` are the tokens' values."""
     if layer.head_projection:
         output = output @ parameters["head_proj.weight"][head]
     if layer.attention_output_scaling is not None:
         output = output * layer.attention_output_scaling
     output = FUNCTIONS[layer.attention_output_activation](output)
-    if layer.attention_gate == "headwise":
-        return output * gates[:, head : head + 1]
     if layer.attention_gate == "value":
-        return output * sigmoid(linear(value, parameters.below("value_gate_proj")))
-    return output * gates[:, own] if layer.attention_gate == "elementwise" else output
+        return output * FUNCTIONS[layer.gate_activation](linear(value, parameters.below("value_gate_proj")))
+    return output
+
+
+def gates_of(layer, states, parameters):
+    """The gates of all heads, from the layer's input or from the outputs of all heads."""
+    if layer.gate_rank is not None:
+        states = states @ parameters["gate_down_proj.weight"].T
+    gates = FUNCTIONS[layer.gate_activation](linear(states, parameters.below("gate_proj")))
+    return gates if layer.attention_gate == "elementwise" else gates.repeat_interleave(layer.head_dim, dim=-1)
 
 
 def forget_rates(config, layer, x, parameters, head, heads):
@@ -304,6 +324,7 @@ def normalised_pairs(config, pairs, index):
 ABSENT = {"position_embedding": "none", "attention_gate": None, "selective_attention": False} | dict.fromkeys(
     ("sliding_window", "linear_attention_decay", "exclusive_attention", "value_residual", "forget_gate", "canon")
 )
+ABSENT["linear_attention_update"] = "additive"
 
 
 def cross_layer(layer):
@@ -335,8 +356,6 @@ def attention(config, layer, x, parameters, text, index, first_values=None, sour
         if layer.value_residual == "learned":
             first, own = parameters["parts.value_residual.mixing_bias"]
         values = first * first_values + own * values
-    has_gates = layer.attention_gate in ("headwise", "elementwise")
-    gates = sigmoid(linear(x, parameters.below("gate_proj"))) if has_gates else None
     scaling = default_scaling(layer) if layer.attention_scaling is None else layer.attention_scaling
     groups, version = config.num_key_value_heads, layer.differential_attention
     query_heads = config.num_attention_heads * (2 if version == "v2" else 1)
@@ -344,6 +363,7 @@ def attention(config, layer, x, parameters, text, index, first_values=None, sour
     if rotated:
         turn = functools.partial(rotate, positions=text.positions, config=config)
     length_factors = parameters.get("parts.attention_length_scaling.scale_bias")
+    length_shifts = parameters.get("parts.attention_length_scaling.shift_bias", torch.zeros(query_heads))
 
     def of_head(states, head):
         return states[:, head * head_dim : (head + 1) * head_dim]
@@ -368,6 +388,16 @@ def attention(config, layer, x, parameters, text, index, first_values=None, sour
             decay = 1.0 if layer.linear_attention_decay is None else fixed_decay(group)
             if layer.linear_attention_decay == "learned":
                 decay = sigmoid(parameters["decay_bias"][group])
+            if layer.linear_attention_update == "delta":
+                beta = layer.linear_attention_beta * sigmoid(linear(x, parameters.below("b_proj"))[:, group])
+                if layer.linear_attention_decay == "gated":
+                    step = linear(x, parameters.below("a_proj"))[:, group] + parameters["dt_bias"][group]
+                    decay = torch.exp(-torch.exp(parameters["a_log_bias"][group]) * torch.log1p(torch.exp(step)))
+                query, key = (query, key) if turn is None else (turn(query), turn(key))
+                rates = (beta, decay * torch.ones_like(beta))
+                outputs.append(delta_rule(query, key, value, visible[head], scaling, *rates))
+                all_weights.append(torch.zeros(len(x), len(source)))  # there are none
+                continue
             output, weights = linear_attention(query, key, value, visible[head], scaling, decay, turn)
             outputs.append(output)
             all_weights.append(weights)
@@ -377,7 +407,8 @@ def attention(config, layer, x, parameters, text, index, first_values=None, sour
         if layer.selective_attention and head == 0:
             factors = torch.full((len(x),), scaling, dtype=torch.float64)
             if length_factors is not None:
-                factors = scaling * length_factors[0] * visible[0].sum(dim=-1).clamp(min=1).double().log()
+                logs = visible[0].sum(dim=-1).clamp(min=1).double().log()
+                factors = scaling * (length_factors[0] * logs + length_shifts[0])
             loss = selections(factors[:, None] * (query @ key.T), visible[0], text.is_token)
         sink = None
         if layer.attention_sink is not None:
@@ -398,7 +429,7 @@ def attention(config, layer, x, parameters, text, index, first_values=None, sour
                 seen = seen[seen != i]
             factor = scaling
             if length_factors is not None and len(seen):
-                factor = scaling * length_factors[head] * math.log(len(seen))
+                factor = scaling * (length_factors[head] * math.log(len(seen)) + length_shifts[head])
             scores = [factor * (query[i] * key[j]).sum() - loss[i, j] + kept[j + 1 : i + 1].sum() for j in seen]
             scores = torch.stack(scores) if scores else torch.zeros(0)
             weights[i, seen] = weights_of_query(layer, scores.double(), sink)
@@ -419,9 +450,11 @@ def attention(config, layer, x, parameters, text, index, first_values=None, sour
             is_learned, direction = layer.exclusive_attention == "learned", unit(value)
             share = torch.tanh(parameters["parts.exclusive_attention.alpha"][head]) if is_learned else 1.0
             output = output - share * (output * direction).sum(dim=-1, keepdim=True) * direction
-        own = slice(head * head_dim, (head + 1) * head_dim)
-        outputs[head] = after_the_weights(layer, head, output, parameters, gates, own, value)
-    return linear(torch.cat(outputs, dim=-1), parameters.below("o_proj")), torch.stack(all_weights), values
+        outputs[head] = after_the_weights(layer, head, output, parameters, value)
+    heads = torch.cat(outputs, dim=-1)
+    if layer.attention_gate in ("headwise", "elementwise"):
+        heads = heads * gates_of(layer, heads if layer.gate_source == "output" else x, parameters)
+    return linear(heads, parameters.below("o_proj")), torch.stack(all_weights), values
 
 
 def mlp(config, x, block, text):

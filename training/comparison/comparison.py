@@ -3,7 +3,6 @@
 Every model is sized, and every run checked, before anything is trained. Which runs come next follows from the results.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -24,9 +23,10 @@ from ..run.recipe import Recipe, read_recipe, without_private
 from ..run.synthetic import Task, difficulty
 from ..size import Size, matching_intermediate_size, measure
 from ..text import align, one_line
-from .config import SINGLE, Axis, ComparisonConfig, ComparisonFile, ModelConfig, ScaleConfig, with_sections
+from .config import ComparisonConfig, ComparisonFile, with_sections
 from .inference import FIRST_INTERIM, analyse, power_warning
 from .lr_search import Rates, Results, Run, Tuning, tune
+from .sections import SINGLE, Axis, ModelConfig, ScaleConfig
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,10 @@ class Scale:
         if any(len(variant.rates.first) == 2 for variant in self.variants.values()):
             two = "of two learning rates the best is always at the boundary, without a verdict"
             yield f"warning: {two}; list one, or three"
+        found = [(each.model_config, replace(each.recipe, switches={}), each.rates) for each in self.variants.values()]
+        for (name, one), (other, same) in itertools.combinations(zip(self.variants, found), 2):
+            if one == same:
+                yield f"warning: models {name!r} and {other!r} are the same; change a field of one"
 
     def describe_tuning(self) -> str:
         tuned = self.config.tune
@@ -415,12 +419,9 @@ def _check_point(variant: Variant, values: Mapping[str, Any], source: str) -> No
 
 
 def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | None = None) -> Variant:
-    """Gives a model its recipe, where null stands for a default, and its size, matched to a budget."""
-    defaults = {item.name: item.default for item in dataclasses.fields(Recipe)} | {"model": shared.model}
-    cleared = {name: defaults[name] for name, value in variant.config.recipe_fields().items() if value is None}
+    """Gives a model its recipe and its size, matched to a budget."""
     try:
-        content = with_sections(shared.to_dict(), variant.config, "recipe")
-        recipe = read_shared_recipe({**content, **cleared}, {}, source)
+        recipe = read_shared_recipe(with_sections(shared.to_dict(), variant.config, "recipe"), {}, source)
         if variant.match is not None and budget is not None:
             width = matching_intermediate_size(recipe.config, budget, variant.match, recipe.sample_lengths)
             recipe = recipe.replace(switches={"intermediate_size": width})
@@ -443,10 +444,10 @@ def _check_can_compare(recipe: Recipe, source: str) -> None:
     if arguments.save_strategy == arguments.logging_strategy == "steps":
         steps = TrainerState()
         steps.compute_steps(arguments, arguments.max_steps)
-        # Else an interrupted run would report another training loss
-        if steps.save_steps % steps.logging_steps:
+        # Else a run that resumes there would report another training loss
+        if steps.save_steps < arguments.max_steps and steps.save_steps % steps.logging_steps:
             both = f"save_steps={steps.save_steps} must be a multiple of logging_steps={steps.logging_steps}"
-            raise ValueError(f"{source}: {both}")
+            raise ValueError(f"{source}: {both}; set one of them in training")
 
 
 def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: Variant) -> None:

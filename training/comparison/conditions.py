@@ -12,8 +12,9 @@ from enum import StrEnum
 
 import numpy as np
 
-from .config import Axis, ComparisonConfig
+from .config import ComparisonConfig
 from .inference import ALPHA, Analysis, Estimate, Interval, Losses, holm, verdict_of
+from .sections import Axis
 from .trend import Trend, judge_slope, slope_weights, welch_sum
 
 

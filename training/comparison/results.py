@@ -16,8 +16,9 @@ from ..size import Size
 from ..values import from_json
 from .comparison import Run, RunStore, ScaleProgress
 from .conditions import Interaction, Primary, analyse_interactions, correct, plan_primary, sum_test
-from .config import SINGLE, Axis, ComparisonConfig, TuneConfig
+from .config import ComparisonConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
+from .sections import SINGLE, Axis, TuneConfig
 from .trend import COMPUTE, ScaleLosses, Trend, analyse_trend
 
 

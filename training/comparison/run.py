@@ -23,11 +23,12 @@ from ..sharing.scrub import without_folders
 from ..text import bar_options
 from ..values import to_json
 from .comparison import Comparison, Run, RunStore, Scale, ScaleProgress, scale_folder
-from .config import SINGLE, Axis, ComparisonConfig, read_made_from
+from .config import ComparisonConfig, read_made_from
 from .downstream import score_runs
 from .local import LocalEngine
 from .report import write_report
 from .results import Outcome, conclude, gather, read_outcome
+from .sections import SINGLE, Axis
 
 
 FINGERPRINT_FILE = "dataset_fingerprint.txt"

@@ -8,12 +8,12 @@ import yaml
 from scipy import stats
 
 from ..run.tasks import is_guessable
-from .config import SECTIONS
 from .figures import QUANTITIES, over_layers
 from .inference import Analysis, Effect, Interval, Verdict, holm
 from .lr_search import LEARNING_RATE
 from .render import Rows
 from .results import MASTERED, ModelOutcome, Outcome, ScaleOutcome
+from .sections import SECTIONS
 from .trend import ModelTrend, Trend, welch_sum
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_nlq import PROJECTIONS, NLQConfig
-from modeling_nlq.configuration_nlq import Projection
+from modeling_nlq.configuration_nlq import GATE_OPTIONS, Projection
 from modeling_nlq.modeling_nlq import NLQAttention, NLQBottleneck
-from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, GATE_ACTIVATIONS
 
 
 BIASED_PARTS = ("query_key_value", "attention_output", "mlp")
@@ -30,7 +30,9 @@ FUNCTIONS = (
     "final_logit_softcapping",
     "hidden_act",
     "layer_norm_eps",
+    "linear_attention_beta",
     "linear_attention_decay",
+    "linear_attention_update",
     "qk_norm",
     "residual_activation",
     "sliding_window",
@@ -55,13 +57,18 @@ class LayerChange:
         return getattr(self.before, field) != getattr(self.after, field)
 
     def projections(self, kind: str) -> list[Projection]:
-        return [PROJECTIONS[getattr(side, f"{kind}_projection")] for side in (self.before, self.after)]
+        return [PROJECTIONS[getattr(side, f"{_origin(side, kind)}_projection")] for side in (self.before, self.after)]
 
     def more_heads(self, rows: torch.Tensor, kind: str) -> torch.Tensor:
         """Repeats the rows of each head as often as the change repeats the head."""
         field = "num_query_heads" if kind == "query" else "num_key_value_heads"
         before, after = getattr(self.before, field), getattr(self.after, field)
         return rows.unflatten(0, (before, -1)).repeat_interleave(after // before, dim=0).flatten(0, 1)
+
+
+def _origin(config: NLQConfig, kind: str) -> str:
+    """Returns the projection that computes queries, keys or values: that of the keys may compute values."""
+    return "key" if kind == "value" and config.value_projection == "key" else kind
 
 
 def refusal(field: str, before: Any, after: Any, reason: str) -> str:
@@ -117,8 +124,10 @@ def carry_layer(change: LayerChange) -> list[str]:
 
 
 def _carry_projection(kind: str, change: LayerChange) -> str | None:
+    if _origin(change.after, kind) != kind:
+        return OTHER_OUTPUTS if change.differs("value_projection") else None
     old, new = change.projections(kind)
-    source, source_bottleneck = _terms(change.source, kind)
+    source, source_bottleneck = _terms(change.source, _origin(change.before, kind))
     target, target_bottleneck = _terms(change.target, kind)
     if new.linear:
         # In float64: X + X W is X (I + W) up to one rounding
@@ -180,6 +189,8 @@ def _attention_scaling(change: LayerChange) -> str | None:
     parameters = [parameter for module in filter(None, modules) for parameter in module.parameters()]
     if not parameters:
         return "no weights of the layer could take over the factor"
+    if norm is None and change.after.value_projection == "key":
+        return "the weights that could take over the factor make the values too"
     for parameter in parameters:
         parameter.mul_(before / after)
     if norm is None:
@@ -195,8 +206,13 @@ def _attention_gate(change: LayerChange) -> str | None:
         return "the gate would be lost"
     gate = change.target.value_gate_proj if change.after.attention_gate == "value" else change.target.gate_proj
     gate.weight.zero_()
-    change.target.o_proj.weight.mul_(2.0)  # sigmoid(0) = 1/2
+    first_gate = GATE_ACTIVATIONS[change.after.gate_activation](torch.zeros((), dtype=torch.float64))
+    change.target.o_proj.weight.div_(first_gate.item())
     return None
+
+
+def _gate_option(field: str, change: LayerChange) -> str | None:
+    return OTHER_OUTPUTS if change.differs(field) and change.before.attention_gate is not None else None
 
 
 def _attention_output_scaling(change: LayerChange) -> str | None:
@@ -206,8 +222,8 @@ def _attention_output_scaling(change: LayerChange) -> str | None:
     before, after = (1.0 if scaling is None else scaling for scaling in scalings)
     if after == 0.0:
         return "attention would contribute nothing"
-    if change.before.attention_output_activation is not None:
-        return "attention_output_activation comes before the weights that could take over the factor"
+    if change.before.attention_output_activation is not None or change.before.gate_source == "output":
+        return "an activation, or what a gate reads, comes before the weights that could take over the factor"
     change.target.o_proj.weight.mul_(before / after)
     return None
 
@@ -216,7 +232,8 @@ def _head_projection(change: LayerChange) -> str | None:
     before = change.before
     if not before.head_projection or change.after.head_projection:
         return None  # new ones start at the identity
-    if before.attention_output_activation is not None or before.attention_gate in ("elementwise", "value"):
+    has_gates = before.attention_gate in ("elementwise", "value") or before.gate_source == "output"
+    if before.attention_output_activation is not None or has_gates:
         return "an activation or gate comes between the learned matrices and the output projection"
     # A head's output x passes (x W_h) W_o
     heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
@@ -283,4 +300,5 @@ LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "head_projection": _head_projection,
     "attention_output_scaling": _attention_output_scaling,
     "attention_gate": _attention_gate,
+    **{field: partial(_gate_option, field) for field in GATE_OPTIONS},
 }

@@ -168,7 +168,7 @@ def _measure_linear(layer: NLQAttention, call: AttentionCall, positions: Positio
     measured.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     if call.source is not None:
         return measured
-    options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "is_causal": layer.is_causal}
+    options = {"scaling": layer.scaling, "is_causal": layer.is_causal, **layer.rates(call.hidden_states)}
     outputs, _ = linear_attention(query, key, value, None, position_embeddings=positions, form="parallel", **options)
     values = repeat_kv(value, layer.num_key_value_groups)[0].cpu()
     later = torch.arange(values.shape[1]) >= int(layer.is_causal)  # the first token of a decoder sees only itself

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comparison.comparison import Comparison, Variant, outline, read_shared_recipe, size_scale, size_variant
-from ..comparison.config import SINGLE, ComparisonConfig, ComparisonFile, ConfirmConfig, ModelConfig, SearchConfig
+from ..comparison.config import ComparisonConfig, ComparisonFile
 from ..comparison.estimate import describe_estimate
 from ..comparison.inference import FIRST_INTERIM
 from ..comparison.lr_search import Rates
+from ..comparison.sections import SINGLE, ConfirmConfig, ModelConfig, SearchConfig
 from ..run.recipe import Recipe
 from ..size import Size
 from .design import RATE, Design, make_design, merged_change

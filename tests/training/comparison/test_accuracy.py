@@ -23,7 +23,8 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "m
 @pytest.fixture(scope="module")
 def make(make_file):
     def plan(**fields):
-        recipe = {"model": "tiny-linear", "dataset": "synthetic:recall", "switches": SMALL}
+        task = {"rows": 200}
+        recipe = {"model": "tiny-linear", "dataset": "synthetic:recall", "task": task, "switches": SMALL}
         models = dict.fromkeys(ACCURACIES)
         return load_plan(make_file(**{"recipe": recipe, "models": models, "seeds": SEEDS, **fields}))
 
@@ -80,10 +81,19 @@ def test_reports_on_text_have_no_accuracies(make_file, tmp_path):
     assert accuracy_cells(outcome.largest) == {} and "at 99 %" not in describe(outcome)
 
 
+def test_a_condition_from_a_task_to_text(make):
+    """Null gives fields of the recipe their defaults."""
+    text = {"dataset": "python-stdlib", "task": None, "tokenizer": "bpe:300", "switches": {"vocab_size": 300}}
+    plan = make(conditions={"task": {}, "text": {**text, "block_size": 64}}, training={"max_steps": 8})
+    assert plan.scales["text"].variants["base"].recipe.task is None and plan.scales["task"].task.rows == 200
+
+
 def test_a_ladder_climbs_in_difficulty(make, tmp_path):
     pairs = {"hard": 16, "easy": 4, "middle": 8}
-    plan = make(scales={name: {"task": {"pairs": count, "rows": 200}} for name, count in pairs.items()})
-    assert list(plan.scales) == ["easy", "middle", "hard"]
+    plan = make(scales={name: {"task": {"pairs": count}} for name, count in pairs.items()})
+    assert list(plan.scales) == ["easy", "middle", "hard"] and all(
+        scale.task.rows == 200 for scale in plan.scales.values()
+    )
     gains = {"easy": 0.0, "middle": 0.1, "hard": 0.2}
 
     def loss(scale, run):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.planted import PlantedEngine
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.config import ConfirmConfig
 from modeling_nlq.training.comparison.lr_search import Rates
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.comparison.sections import ConfirmConfig
 
 
 def bowl(best: float, depth: float = 0.1):

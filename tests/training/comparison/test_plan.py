@@ -34,10 +34,20 @@ class TestPlan:
 
     def test_power_warning(self, make_file):
         fields = {"models": dict.fromkeys(("base", *"abcdefgh")), "seeds": [0, 1, 2, 3]}
-        assert "warning" not in "\n".join(load_plan(make_file(**fields)).describe())
+        assert "may need |t|" not in "\n".join(load_plan(make_file(**fields)).describe())
         plan = "\n".join(load_plan(make_file(learning_rates=[1e-3, 2e-3])).describe())
         assert "warning: of two learning rates" in plan
         assert "may need |t|" in "\n".join(load_plan(make_file(**fields, stop="early")).describe())
+
+    def test_a_short_run_saves_at_its_end_alone(self, make_file):
+        load_plan(make_file(training={"max_steps": 12, "save_steps": 50, "logging_steps": 3, "eval_steps": 3}))
+
+    def test_models_without_a_difference(self, make_file):
+        """As a switch that the recipe has, too."""
+        models = {"base": None, "same": {"switches": {"norm_position": "pre"}}, "other": {"learning_rates": [1e-3]}}
+        plan = "\n".join(load_plan(make_file(models=models, learning_rates=[1e-2])).describe())
+        assert "warning: models 'base' and 'same' are the same; change a field of one" in plan
+        assert plan.count("are the same") == 1
 
     @pytest.mark.parametrize("match", ["parameters", "flops"])
     def test_models_are_matched_in_size(self, make_file, match):

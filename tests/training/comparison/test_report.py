@@ -20,7 +20,6 @@ from support.planted import PlantedEngine
 from support.runs import change_json
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.config import SINGLE
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
 from modeling_nlq.training.comparison.inference import analyse, smallest_difference
 from modeling_nlq.training.comparison.report import (
@@ -40,6 +39,7 @@ from modeling_nlq.training.comparison.results import (
     trend_of,
 )
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
+from modeling_nlq.training.comparison.sections import SINGLE
 from modeling_nlq.training.comparison.tables import NOTHING, stability_rows, summary_rows
 from modeling_nlq.training.text import printable
 from modeling_nlq.training.values import to_json

@@ -10,12 +10,12 @@ from support.inline_engine import InlineEngine
 from support.planted import Interrupted, PlantedEngine
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.config import TuneConfig
 from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.lr_search import Range, Rates, tune
 from modeling_nlq.training.comparison.report import describe, write_report
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.comparison.sections import TuneConfig
 from modeling_nlq.training.comparison.status import describe_status
 from modeling_nlq.training.result import Evaluation, Losses
 
@@ -80,8 +80,9 @@ def test_ends_of_listed_numbers():
         ({"models": {"base": None, "twin": {"training": {"weight_decay": 0.0}}}}, "weight_decay: model 'twin' sets"),
         (
             {"tune": {"trials": 2, "fields": {**SCALE, "weight_decay": {"values": [0.0, 0.1]}}}},
-            "trials=2 leaves out weight_decay=0.1; set more trials",
+            "trials=2 leaves out weight_decay=0.1; set trials: 3",
         ),
+        ({"tune": {"trials": 4, "fields": {"learning_rat": [0.1, 1.0]}}}, "'learning_rat' is unknown; did you mean"),
         ({"tune": {"trials": 4, "fields": {"no_field": [0.1, 1.0]}}}, "tune: no_field=.* has no field 'no_field'"),
         ({"tune": {"trials": 4, "fields": {"max_steps": [5, 10]}}}, "tune: max_steps=7 changes the data"),
         ({"tune": {"trials": 4, "fields": {"seed": {"values": [1, 2]}}}}, "seed: set seeds and learning_rates in"),

@@ -96,6 +96,12 @@ OTHERS = {
     ),
     "bottleneck_to_upcycled": ({"query_projection": "bottleneck", "use_bias": True}, {"query_projection": "upcycled"}),
     "wider_bottleneck": ({"query_projection": "nonlinear", "use_bias": True}, {"projection_bottleneck_size": 11}),
+    "values_of_keys_to_linear": ({"value_projection": "key", "use_bias": True}, {"value_projection": "linear"}),
+    "values_of_keys_to_upcycled": ({"value_projection": "key"}, {"value_projection": "upcycled"}),
+    "values_of_more_key_heads": ({"value_projection": "key", "num_key_value_heads": 2}, {"num_key_value_heads": 4}),
+    "length_bias": ({}, {"attention_length_scaling": "log_bias"}),
+    "gate_of_outputs": ({}, {"attention_gate": "headwise", "gate_source": "output", "gate_rank": 3}),
+    "gate_of_softplus": ({}, {"attention_gate": "elementwise", "gate_activation": "softplus"}),
     "parallax_scaling": ({"parallax": True}, {"attention_scaling": 0.25}),  # half of it, which is not rounded
     "canon_key_heads": ({"canon": "ABCD", "num_key_value_heads": 2}, {"num_key_value_heads": 4}),
     "output_of_zero": ({"attention_output_scaling": 0.0}, {"attention_output_scaling": 0.5}),
@@ -236,6 +242,7 @@ REFUSED_ALWAYS = {
     "attention_length_scaling": "log",
     "differential_attention": "v1",
 }
+OUTPUT_GATE = {"attention_gate": "headwise", "gate_source": "output"}
 # (source, switches); the error names the first switch
 REFUSED = {
     **{f"{name}={value}": ({}, {name: value}) for name, value in REFUSED_ALWAYS.items()},
@@ -251,8 +258,14 @@ REFUSED = {
             ("value_residual", "fixed", "learned"),
             ("sliding_window", 4, 5),
             ("query_key_value_bias", True, False),
+            ("value_projection", "linear", "key"),
         )
     },
+    "scale_of_values": ({"value_projection": "key"}, {"attention_scaling": 2.0}),
+    "scale_before_gate": ({**OUTPUT_GATE}, {"attention_output_scaling": 0.5}),
+    "gate_activation": ({**OUTPUT_GATE}, {"gate_activation": "softplus"}),
+    "gate_source": ({**OUTPUT_GATE}, {"gate_source": "input"}),
+    "heads_before_gate": ({**OUTPUT_GATE}, {"differential_attention": "v2"}),
     "narrower_bottleneck": ({"query_projection": "nonlinear"}, {"projection_bottleneck_size": 3}),
     "normalization": ({"attention_activation": "sigmoid"}, {"attention_normalization": "length"}),
     "angles": ({"position_embedding": "rope"}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.corpora import byte_tokenizer
+from support.model_cases import GATED_DELTA
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_nlq import NLQForConditionalGeneration, NLQSeq2SeqConfig, load_attention_parts
@@ -96,10 +97,10 @@ def test_cross_attention(activation):
 LINEAR = {"attention_activation": "linear_attention", "value_projection": "linear"}
 
 
-@pytest.mark.parametrize("name", [*(name for name in MODELS if name not in ("v1", "v2")), "linear"])
+@pytest.mark.parametrize("name", [*(name for name in MODELS if name not in ("v1", "v2")), "linear", "delta"])
 def test_cosines_of_every_kind_of_layer(make_model, name):
     """Without parts that change the output, the input of the output projection is the output of the heads."""
-    switches = MODELS.get(name, LINEAR)
+    switches = MODELS.get(name, GATED_DELTA if name == "delta" else LINEAR)
     model, ids = make_model(dtype=torch.float64, **switches), torch.randint(13, (1, 9))
     values = {}
 

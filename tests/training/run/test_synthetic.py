@@ -189,6 +189,7 @@ def test_a_run_of_pairs(tmp_path):
 ONE, TWO = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}, {"num_hidden_layers": 2}
 CANON = {"hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1, "canon": "A"}
 LINEAR = {"attention_activation": "linear_attention"}
+DELTA = LINEAR | {"linear_attention_update": "delta"}
 LEARNED, NARROW = {"position_embedding": "learned"}, {"head_dim": 16}
 EIGHT, SIXTEEN = {"pairs": 8, "length": 32}, {"pairs": 16, "length": 64, "vocabulary": 64}
 WORDS, BITS = {"length": 64}, {"length": 16, "test_length": 64}
