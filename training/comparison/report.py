@@ -367,18 +367,18 @@ def outcome_sentence(results: ScaleOutcome) -> str:
 
 def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
     """What a reader must know first, of the largest scale first."""
-    warnings, family, names = [], outcome.largest.statistics.family, list(outcome.scales)
-    if family is not None:  # that of the plan, with the tests that could not be made
-        family = ComparisonConfig.read(outcome.comparison, outcome.name).family
+    warnings, planned, names = [], outcome.largest.statistics.family, list(outcome.scales)
+    if planned is not None:
+        planned = ComparisonConfig.read(outcome.comparison, outcome.name).family
     for name in reversed(names) if outcome.trend else names:
         prefix = f"{outcome.axis.one.capitalize()} {name}: " if outcome.axis else ""
-        warnings += [f"{prefix}{text}" for text in _warnings_of_scale(outcome.scales[name], has_tests, family)]
+        warnings += [f"{prefix}{text}" for text in _warnings_of_scale(outcome.scales[name], has_tests, planned)]
     if outcome.trend and outcome.trend.axis == COMPUTE and outcome.trend.multiplier_note:
         warnings.append(outcome.trend.multiplier_note)
     return warnings
 
 
-def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, family: int | None) -> list[str]:
+def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, planned: int | None) -> list[str]:
     warnings = []
     if results.same_tokens is False:
         warnings.append(
@@ -412,10 +412,11 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, family: int | Non
                     f"{name} did best with {field} {'at' if values.values else 'near'} {listed}, the end of its range "
                     f"({values}), in {len(ends)} of {len(model.runs)} seeds: better values may lie beyond."
                 )
-    counts = len(results.seeds), len(results.models) - 1
-    warning = power_warning(*counts, results.interim is not None, family)
+    counts, made = (len(results.seeds), len(results.models) - 1), results.statistics.family
+    warning = power_warning(*counts, results.interim is not None, made or planned)
     if has_tests and warning:
-        warnings.append(f"{warning}.")
+        fewer = "" if made == planned else f" (of {planned} planned tests, {made} could be made)"
+        warnings.append(f"{warning}{fewer}.")
     if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:
         warnings.append("Some models chose among learning rates, and others had one: the choice favours the former.")
     if results.added_seeds:
