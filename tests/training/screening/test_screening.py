@@ -245,6 +245,19 @@ def test_the_shipped_results_are_those_of_their_runs(tmp_path):
     assert (tmp_path / "results.md").read_text() == (shipped / "results.md").read_text()
 
 
+def test_the_shipped_results_of_2026_are_those_of_their_runs(tmp_path):
+    shipped = REPOSITORY / "docs" / "results" / "screening" / "2026"
+    results = from_json(ScreeningOutcome, json.loads((shipped / "results.json").read_text()))
+    losses = [list(losses.values()) for losses in results.runs.largest.losses.values()]
+    found = analyse_effects(make_design(list(results.factors)), np.array(losses))
+    assert found.survivors == results.effects.survivors == []
+    for name, effect in found.main.items():
+        known = results.effects.main[name]
+        assert (effect.effect, effect.p or 0.0) == pytest.approx((known.effect, known.p or 0.0))
+    write_report(results, tmp_path)
+    assert (tmp_path / "results.md").read_text() == (shipped / "results.md").read_text()
+
+
 @pytest.mark.slow
 def test_all_rows_take_the_points_of_the_baseline(make_screening, tmp_path):
     tuned = {"trials": 3, "fields": {"weight_decay": {"linear": [0.0, 0.2]}, "warmup_steps": [0.1, 0.4]}}
