@@ -1,6 +1,7 @@
 """The report of a comparison, made from its outcome alone, and parts of it for terminals and cards."""
 
 import itertools
+import json
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -234,7 +235,7 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
         sections += [_models(largest), *figures[1:], *_runs(largest), _protocol(protocol_sentences(largest))]
     configuration = [
         Markdown(f"{code(outcome.command)}, which is after the command line:"),
-        code(yaml.safe_dump(outcome.comparison, sort_keys=False), "yaml"),
+        code(yaml.safe_dump(json.loads(json.dumps(outcome.comparison)), sort_keys=False), "yaml"),
         *([] if outcome.interactions else [provenance(largest)]),
     ]
     return [*sections, Section("Configuration", configuration, is_folded=True)]

@@ -1,5 +1,6 @@
 """The tables of a report: rows of texts by column, the same in every file."""
 
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -343,7 +344,13 @@ def given_fields(given: Mapping) -> str:
     flat = {name: value for name, value in given.items() if name not in SECTIONS}
     for name in SECTIONS:
         flat |= given.get(name) or {}
-    return yaml.safe_dump(flat, sort_keys=False, default_flow_style=True, width=float("inf")).strip()[1:-1]
+    return in_one_line(flat)[1:-1]
+
+
+def in_one_line(fields: Mapping) -> str:
+    """Returns fields as YAML, with the keys that they have in `results.json`, where all are text."""
+    fields = json.loads(json.dumps(fields))
+    return yaml.safe_dump(fields, sort_keys=False, default_flow_style=True, width=float("inf")).strip()
 
 
 def with_interval(value: float | None, interval: Interval | None, form: str) -> str:

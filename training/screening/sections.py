@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from matplotlib import rc_context, rcParamsDefault
 from matplotlib.figure import Figure
 
@@ -14,7 +13,7 @@ from ..comparison.figures import BASELINE, figure_section
 from ..comparison.render import Rows, Section, bullets, warning, write_sections
 from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, table_lines, verdicts, warning_sentences
 from ..comparison.results import VERSION, Outcome
-from ..comparison.tables import number, p_value, point_rows, points_sentence, with_interval
+from ..comparison.tables import in_one_line, number, p_value, point_rows, points_sentence, with_interval
 from ..text import Markdown, code
 from .design import RATE, Design
 from .effects import Effects, MainEffect
@@ -182,8 +181,7 @@ def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section
     if results.confirmation is not None:
         sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), _FOLDERS]))
     changes = [
-        Markdown(f"{code(name)}: {code(yaml.safe_dump(factor.change, default_flow_style=True).strip())}")
-        for name, factor in results.factors.items()
+        Markdown(f"{code(name)}: {code(in_one_line(factor.change))}") for name, factor in results.factors.items()
     ]
     factors = Section("Factors", [bullets(changes), code(results.command)], is_folded=True)
     return [*sections, Section(PROTOCOL, [bullets(_protocol(results))], is_folded=True), factors]
