@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
 from ..comparison.render import Rows, Section, bullets, warning, write_sections
-from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, table_lines, verdicts, warning_sentences
+from ..comparison.report import PROTOCOL, describe, table_lines, verdicts
 from ..comparison.results import VERSION, Outcome
+from ..comparison.sentences import in_line, outcome_sentence, warning_sentences
 from ..comparison.tables import in_one_line, number, p_value, point_rows, points_sentence, with_interval
 from ..text import Markdown, code
 from .design import RATE, Design

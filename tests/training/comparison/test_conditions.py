@@ -22,9 +22,10 @@ from modeling_nlq.training.comparison.conditions import (
 )
 from modeling_nlq.training.comparison.estimate import describe_estimate
 from modeling_nlq.training.comparison.inference import Verdict, analyse
-from modeling_nlq.training.comparison.report import read_for_card, warning_sentences
+from modeling_nlq.training.comparison.report import read_for_card
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
+from modeling_nlq.training.comparison.sentences import warning_sentences
 from modeling_nlq.training.files import read_yaml
 from nlq import main
 

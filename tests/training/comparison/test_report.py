@@ -22,13 +22,7 @@ from support.runs import change_json
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
 from modeling_nlq.training.comparison.inference import analyse, smallest_difference
-from modeling_nlq.training.comparison.report import (
-    describe,
-    power_sentence,
-    protocol_sentences,
-    verdicts,
-    write_report,
-)
+from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import (
     History,
     Outcome,
@@ -40,6 +34,7 @@ from modeling_nlq.training.comparison.results import (
 )
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.sections import SINGLE
+from modeling_nlq.training.comparison.sentences import power_sentence, protocol_sentences
 from modeling_nlq.training.comparison.tables import NOTHING, stability_rows, summary_rows
 from modeling_nlq.training.text import printable
 from modeling_nlq.training.values import to_json
