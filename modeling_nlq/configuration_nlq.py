@@ -331,6 +331,8 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         """Whether a layer's cache may hold its keys before norm and positions, and no values."""
         if self.value_projection != "key" or self.activation.kind == "linear":
             return False
+        if self.head_dim <= 3:  # positions take as many numbers as values
+            return False
         return all(part.keeps_keys or not part.has_hook("change_qkv") for part in parts_of(self))
 
     @property

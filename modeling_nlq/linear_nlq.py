@@ -470,6 +470,8 @@ def _make_delta_inputs(
 ) -> DeltaInputs:
     dtype = at_least_float32(query)
     query, key, value, beta, log_decay = (states.to(dtype) for states in (query, key, value, beta, log_decay))
+    # What decays further is 0 in float32; in sums with larger numbers, the chunked form would lose small ones
+    log_decay = log_decay.clamp(min=-100.0)
     if position_embeddings is not None:
         query, key = rotate(query, key, *(part.to(dtype) for part in position_embeddings))
     query, key = _of_unit_length(query) * scaling, _of_unit_length(key)

@@ -468,8 +468,9 @@ class NLQLinearAttention(NLQAttention):
         if self.a_proj is not None:
             biases = (own_heads(each, self.tp_mesh, dim=0) for each in (self.a_log_bias, self.dt_bias))
             log_rate, bias = (each.to(beta.dtype) for each in biases)
-            log_decay = -log_rate.exp() * F.softplus(self.a_proj(hidden_states) + bias)
-            log_decay = log_decay.transpose(1, 2)
+            # Softplus comes last: compiled, its gradient must not be transposed
+            steps = (self.a_proj(hidden_states) + bias).transpose(1, 2).contiguous()
+            log_decay = -log_rate.exp()[:, None] * F.softplus(steps)
         return {"log_decay": log_decay, "beta": beta.transpose(1, 2)}
 
     @property

@@ -67,6 +67,18 @@ def test_half_precision_has_a_float32_state(form, dtype, tolerance):
     check(results(output, inputs), results(formula(layout, states, *of_tokens), inputs), tolerance, 1.0)
 
 
+@pytest.mark.parametrize("least", [-1e6, -torch.inf])
+def test_chunks_remember_after_forgetting(least):
+    """In float32, the sum of logarithms keeps small ones beside one that forgets everything."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(3, 1, 2, 12, 8, generator=generator).unbind()
+    beta, forgotten = torch.rand(2, 1, 2, 12, generator=generator)
+    log_decay = -0.1 * forgotten
+    log_decay[..., 3] = least
+    (chunked, _), (expected, _) = (run(form, states, beta, log_decay) for form in (64, "parallel"))
+    torch.testing.assert_close(chunked, expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
 def test_the_functions_of_qwen3_next(name):
     """Calls each twice. The second call starts from the state of the first."""

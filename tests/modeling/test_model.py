@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 from packaging.version import Version
-from support.model_cases import PART_SWITCHES, RICH, random_tokens
+from support.model_cases import GATED_DELTA, PART_SWITCHES, RICH, random_tokens
 from torch.distributed.utils import _apply_to_tensors
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import StaticCache, Trainer, TrainingArguments
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.thin(4)
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY = {**SIZES, "max_position_embeddings": 32}
 RICH_KINDS = {name: {"attention_activation": name, **switches} for name, switches in RICH.items()}
+COMPILED = {**RICH_KINDS, **PART_SWITCHES, "delta_gated": GATED_DELTA}
 
 
 def make(activation="softmax", **switches) -> NLQForCausalLM:
@@ -75,10 +76,10 @@ class TestSilentSoftmax:
 
 # PyTorch cannot trace the gradients of the package `entmax` (entmax 1.3, torch 2.13): the graph breaks there
 @pytest.mark.slow
-@pytest.mark.parametrize("name", (*RICH, "forget_gate_of_sigmoid", "all_parts"))
+@pytest.mark.parametrize("name", (*RICH, "forget_gate_of_sigmoid", "all_parts", "delta_gated"))
 @pytest.mark.filterwarnings("error:.*lru_cache")
 def test_compiles_to_one_graph(name, make_model):
-    model, tokens = make_model(implementation="nlq", **{**RICH_KINDS, **PART_SWITCHES}[name]), random_tokens(2, 6)
+    model, tokens = make_model(implementation="nlq", **COMPILED[name]), random_tokens(2, 6)
     torch.compiler.reset()
     # PyTorch 2.8 cannot trace how Transformers' caches read a configuration, that of Llama either
     use_cache, results = Version(torch.__version__) >= Version("2.9"), []

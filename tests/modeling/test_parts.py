@@ -270,6 +270,18 @@ def test_every_cache_of_keys_that_are_values_knows_the_callers_positions(make_mo
         assert cache.layers[0].values.shape[-1] == width
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_keys_that_are_values_in_a_cache(make_model, dtype):
+    """In half precision, a rotary position takes three numbers, as a head of three elements does."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.67}
+    options = {"position_embedding": "rope", "rope_parameters": rope, "query_projection": "linear"}
+    model = make_model(dtype, value_projection="key", head_dim=3, **options)
+    tokens, cache = random_tokens(2, 6), DynamicCache(config=model.config)
+    logits = [model(part, past_key_values=cache).logits for part in tokens.split([2, 1, 3], dim=1)]
+    expected = model(tokens, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_parameters_of_values_and_gates_are_counted(use_bias):
     sizes = {**SIZES, "hidden_size": 20, "head_dim": 3, "num_key_value_heads": 2, "query_projection": "linear"}

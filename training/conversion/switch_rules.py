@@ -40,6 +40,8 @@ FUNCTIONS = (
 )
 OTHER_OUTPUTS = "the outputs would change"
 _KINDS = ("query", "key", "value")
+# Parameters of linear attention with a row for each key and value head
+_RATES = ("decay_bias", "b_proj.weight", "a_proj.weight", "a_log_bias", "dt_bias")
 # The matrices before and after the inner units of an MLP
 _MLP_LAYERS = {"plain": (("fc1",), "fc2"), "gated": (("gate_proj", "up_proj"), "down_proj")}
 
@@ -182,6 +184,9 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if after == 0.0:
         return "all scores would be 0"
     norm = getattr(change.target, "q_norm", None)
+    is_delta = change.after.linear_attention_update == "delta"
+    if change.after.activation.kind == "linear" and (norm is None or is_delta):
+        return "linear attention does not multiply keys by a factor of its queries"
     modules = [norm]
     if norm is None and not PROJECTIONS[change.after.key_projection].identity:
         linear, bottleneck = _terms(change.target, "key")
@@ -196,6 +201,16 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if norm is None:
         for part in change.target.parts.values():
             part.scale_keys(before / after)
+    return None
+
+
+def _num_key_value_heads(change: LayerChange) -> str | None:
+    trained = dict(change.source.named_parameters())
+    for name, new in change.target.named_parameters():
+        if name in _RATES and name in trained:
+            new.copy_(change.more_heads(trained[name], "key_value"))
+    if change.differs("num_key_value_heads") and change.after.linear_attention_decay == "fixed":
+        return "the fixed rates depend on it; use linear_attention_decay='learned'"
     return None
 
 
@@ -294,6 +309,7 @@ LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "projection_bottleneck_size": partial(_check_bottlenecks, "projection_bottleneck_size"),
     "projection_activation": partial(_check_bottlenecks, "projection_activation"),
     "qk_norm": _qk_norm,
+    "num_key_value_heads": _num_key_value_heads,
     "attention_scaling": _attention_scaling,
     "attention_normalization": _attention_normalization,
     "attention_sink": _attention_sink,

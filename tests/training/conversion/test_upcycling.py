@@ -15,7 +15,7 @@ from support.conversion_cases import (
     upcycle,
 )
 from support.grids import parametrize_grid
-from support.model_cases import KINDS, random_tokens
+from support.model_cases import GATED_DELTA, KINDS, random_tokens
 from support.properties import examples
 from support.random_models import OF_MODEL, model_switches, some_switches
 from transformers import GenerationConfig, GPT2ForSequenceClassification
@@ -112,6 +112,10 @@ OTHERS = {
     "angles_of_no_use": ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
     "more_key_heads": (
         {"num_key_value_heads": 2, "value_projection": "bottleneck", "use_bias": True},
+        {"num_key_value_heads": 4},
+    ),
+    "rates_of_copied_heads": (
+        {**GATED_DELTA, "num_key_value_heads": 2, "value_projection": "bottleneck"},
         {"num_key_value_heads": 4},
     ),
     "forgetting_of_copied_heads": (
@@ -270,6 +274,12 @@ REFUSED = {
     "normalization": ({"attention_activation": "sigmoid"}, {"attention_normalization": "length"}),
     "angles": ({"position_embedding": "rope"}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
     "scale_before_function": ({"attention_output_activation": "tanh"}, {"attention_output_scaling": 0.5}),
+    "scale_of_unit_length": ({**GATED_DELTA, "qk_norm": "rms"}, {"attention_scaling": 0.3}),
+    "scale_of_linear": ({"attention_activation": "linear_attention"}, {"attention_scaling": 0.3}),
+    "rates_of_more_heads": (
+        {"attention_activation": "linear_attention", "linear_attention_decay": "fixed", "num_key_value_heads": 2},
+        {"num_key_value_heads": 4},
+    ),
     "good_and_bad": ({}, {"qk_norm": "rms", "query_projection": "upcycled", "attention_gate": "headwise"}),
 }
 
