@@ -75,7 +75,7 @@ class TestRandomModels:
     def test_invariants_of_nlq_check_hold(self, draw_model, data, invariant, kind, implementation):
         roles = ["decoder"] if INVARIANTS[invariant].needs_decoder else ["decoder", "encoder"]
         model = draw_model(data, kind, implementation, roles=roles)
-        length = data.draw(st.integers(2, 7), label="length")
+        length = data.draw(st.integers(max(2, INVARIANTS[invariant].lengths[0]), 7), label="length")
         with torch.no_grad():
             for case, difference in INVARIANTS[invariant].differences(model, length):
                 assert difference <= TOLERANCE, case
@@ -87,7 +87,9 @@ class TestRandomModels:
         """Inputs are padded or packed. A decoder also runs with a cache, in two calls."""
         model = draw_model(data, kind, implementation, roles=list(ROLES))
         inputs, is_token = data.draw(batches(model.config), label="inputs")
-        reference.check(model, 1e-5 if model.config.has_rotary_positions else 1e-8, **inputs)
+        # FlexAttention keeps sums of weights in float32
+        has_float32 = model.config.has_rotary_positions or implementation == "flex_attention"
+        reference.check(model, 1e-5 if has_float32 else 1e-8, **inputs)
         if model.config.is_causal and "position_ids" not in inputs:
             with torch.no_grad():
                 expected = model(**inputs, use_cache=False).logits
