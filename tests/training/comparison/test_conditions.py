@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 from support.inline_engine import InlineEngine
 from support.planted import Interrupted, PlantedEngine
@@ -29,6 +30,9 @@ from modeling_nlq.training.comparison.sentences import warning_sentences
 from modeling_nlq.training.files import read_yaml
 from nlq import main
 
+
+# One of the conditions has Muon
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs PyTorch 2.9")
 
 CONDITIONS = {"adamw": {}, "muon": {"optimizer": "muon"}, "long": {"training": {"max_steps": 24}}}
 CROSSED = {"conditions": CONDITIONS}
