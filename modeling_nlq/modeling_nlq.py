@@ -619,8 +619,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
     ) -> Tensor | tuple[Tensor, ...]:
         """`(batch, query, hidden)` -> the same shape.
 
-        A layer whose attention returns values also returns these, and a layer of a model whose parts change the
-        residual stream also what each sub-layer added to it.
+        Returns a tuple where later layers need more: the values of the first layer, and what each sub-layer added to
+        the residual stream.
 
         Args:
             encoder_hidden_states: `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.

@@ -121,8 +121,8 @@ class Recall(Task):
         values = cut(self.word("v", generator.integers(self.vocabulary, size=keys.shape)))
         count, units = len(keys), length // (2 * self.widest)  # a unit has room for a key and a value
         words = np.full((count, units, 2 * self.widest), BLANK)
-        asked = self.pairs + np.sort(_subsets(generator, count, units - self.pairs, self.pairs), axis=1)  # come last
-        places = np.concatenate([np.tile(np.arange(self.pairs), (count, 1)), asked], axis=1)
+        questions = self.pairs + np.sort(_subsets(generator, count, units - self.pairs, self.pairs), axis=1)
+        places = np.concatenate([np.tile(np.arange(self.pairs), (count, 1)), questions], axis=1)
         if self.is_noisy:
             words = self.word("n", generator.integers(self.vocabulary, size=words.shape))
             places = np.sort(_subsets(generator, count, units, 2 * self.pairs), axis=1)
@@ -130,7 +130,7 @@ class Recall(Task):
         pairs, is_answer = np.concatenate([keys, values], axis=2), np.zeros(words.shape, dtype=bool)
         words[rows, places] = np.concatenate([pairs, pairs[rows, order]], axis=1)
         is_answer[rows, places[:, self.pairs :], self.widest :] = True
-        words, is_answer = (part.reshape(count, -1) for part in (words, is_answer))
+        words, is_answer = words.reshape(count, -1), is_answer.reshape(count, -1)
         order = (words == PAD).argsort(axis=1, kind="stable")
         words, is_answer = (np.take_along_axis(part, order, axis=1) for part in (words, is_answer))
         return words, is_answer & (words != PAD)
