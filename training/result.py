@@ -82,10 +82,11 @@ class Data(Value):
 
 @dataclass(frozen=True)
 class Machine(Value):
-    """Where the model was trained, and the time of the training steps in `seconds`.
+    """Where and by what the model was trained, and the time of the training steps in `seconds`.
 
-    `mfu` is the model FLOPs utilisation (Chowdhery et al. 2022, arXiv 2204.02311): the share of the devices' peak that
-    the model takes. It is `None` in float32, and on a device that `PEAK_TFLOPS` lacks.
+    `threads` are PyTorch's in each process, and `code` is the fingerprint of this package's files. `mfu` is the model
+    FLOPs utilisation (Chowdhery et al. 2022, arXiv 2204.02311): the share of the devices' peak that the model takes.
+    It is `None` in float32, and on a device that `PEAK_TFLOPS` lacks.
     """
 
     seconds: float | None = None
@@ -93,6 +94,8 @@ class Machine(Value):
     peak_memory: int | None = None
     processes: int = 1
     device: str = ""
+    threads: int | None = None
+    code: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     mfu: float | None = None
 

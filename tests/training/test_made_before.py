@@ -37,7 +37,7 @@ MADE_IN = "/tmp/example"
 UNKNOWN = r".*/result/(size|attention/kernels|data/(trained_on|fingerprint|\w+_tokens)|losses/\w+/\w*perplexity"
 UNKNOWN += r"|losses/validation/(bits_per_byte|token_accuracy)).*|.*/(counts_text|paired_loss)"
 # What the clock, the memory and the installed packages decide
-VARYING = re.compile(r".*(seconds|runtime|_per_second|_time|^peak_memory|^kernels|^versions|^device)$")
+VARYING = re.compile(r".*(seconds|runtime|_per_second|_time|^peak_memory|^kernels|^versions|^device|^threads|^code)$")
 
 
 def has_same_arithmetic() -> bool:

@@ -1,10 +1,15 @@
 """What a saved model was trained on: a record beside it, which its conversions and later runs keep."""
 
+import functools
+import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import modeling_nlq
+
+from ..disk import read_bytes
 from ..files import CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE, is_built_in
 from ..loading import read_record
 from ..result import RunResult
@@ -47,6 +52,16 @@ def record_run(recipe: Recipe, fingerprint: str | None) -> list[dict[str, Any]]:
     """Returns what the model of a run was trained on, before it and by it."""
     before = read_trained_on(recipe.model) if recipe.has_weights else []
     return [*before, _record(vars(recipe), fingerprint)]
+
+
+@functools.cache
+def code_fingerprint() -> str:
+    """Returns the SHA-256 of the installed code: runs of equal code, data and settings on one machine are equal."""
+    digest = hashlib.sha256()
+    for root in (Path(modeling_nlq.__file__).parent, Path(__file__).parents[1]):
+        for path in sorted(path for kind in ("py", "cpp", "h") for path in root.rglob(f"*.{kind}")):
+            digest.update(f"{path.relative_to(root.parent).as_posix()}\0".encode() + read_bytes(path))
+    return digest.hexdigest()
 
 
 def names_of_dataset(dataset: str) -> set[str]:

@@ -41,7 +41,7 @@ from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import choose_trained, merge_lora
 from .objectives import objective_of
 from .parametrization import completep_factors, scale_initial_values
-from .provenance import record_run
+from .provenance import code_fingerprint, record_run
 from .recipe import Recipe
 from .run_folder import RunFolder
 from .stability import StabilityCallback
@@ -269,6 +269,8 @@ def _make_result(
             peak_memory=peak_memory(arguments.device),
             processes=arguments.world_size,
             device=device,
+            threads=torch.get_num_threads(),
+            code=code_fingerprint(),
             versions=versions | {name: version(name) for name in packages},
         ),
         attention=Attention(config._attn_implementation, _kernels(trainer.model)),
