@@ -159,5 +159,6 @@ def publish(
 
     options = CardOptions(card, license)
     if comparison is not None:
-        options.verdicts, options.report = read_for_card(Path(folder).resolve(), Path(comparison).resolve())
+        read = read_for_card(Path(folder).resolve(), Path(comparison).resolve())
+        options.verdicts, options.report, options.over_seeds = read
     return publish_model(folder, repo_id, options, adapter, private, revision, dry_run)

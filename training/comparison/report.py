@@ -45,6 +45,7 @@ from .tables import (
     summary_rows,
     task_rows,
     trend_tables,
+    with_interval,
 )
 
 
@@ -134,7 +135,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     if model is not None and model not in results.models:
         raise ValueError(f"the comparison {results.name} has no model {model!r}, only {', '.join(results.models)}")
     rows = _columns(results, dict(zip(_CARD_COLUMNS, _CARD_COLUMNS)))
-    is_reported = run is None or any(each.folder == f"runs/{model}/{run}" for each in results.models[model].runs)
+    is_reported = run is None or _is_reported(results, model, run)
     for row in rows:
         if row["model"] == model and is_reported:
             row["model"] = Markdown(f"**{plain(model)}** (this model)")
@@ -161,8 +162,11 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     return to_text(parts)
 
 
-def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
-    """Reads the verdicts of a comparison, for the card of a run, and the files of its report by published names."""
+def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes], str | None]:
+    """Reads the verdicts of a comparison, for the card of a run, and the files of its report by published names.
+
+    The last value is the verdict on this run's model in one line, if the comparison has one.
+    """
     files = files_in(folder, ("results.md", "figures/*.png"))
     contents = {f"comparison/{path.relative_to(folder).as_posix()}": read_bytes(path) for path in files}
     if (report := contents.get("comparison/results.md")) is not None:
@@ -172,8 +176,24 @@ def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
     outcome = read_outcome(folder / RESULTS_FILE)
     names = (run.parent.name, run.name, run.parents[2].name if outcome.axis else None)
     text = verdicts(outcome, *names) if folder in run.parents else verdicts(outcome)
+    over_seeds = _over_seeds(outcome, *names) if folder in run.parents else None
     text = f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
-    return Markdown(without_folders(text)), contents
+    return Markdown(without_folders(text)), contents, over_seeds
+
+
+def _over_seeds(outcome: Outcome, model: str, run: str, scale: str | None) -> str | None:
+    results = outcome.scales[scale or list(outcome.scales)[-1]]
+    effect = results.statistics.effects.get(model)
+    if effect is None or effect.loss_improvement_interval is None or not _is_reported(results, model, run):
+        return None
+    improvement = with_interval(effect.loss_improvement, effect.loss_improvement_interval, "+.2f")
+    level = 100 * (1 - results.statistics.alpha)
+    text = f"Improvement of the test loss over {results.baseline}, {level:g} % interval over {effect.pairs} seeds"
+    return f"{text}: {improvement} %, {effect.verdict}"
+
+
+def _is_reported(results: ScaleOutcome, model: str, run: str) -> bool:
+    return any(each.folder == f"runs/{model}/{run}" for each in results.models[model].runs)
 
 
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:

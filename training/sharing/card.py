@@ -1,10 +1,10 @@
 """Renders the model card: how to load a model, its origin, its training and its results."""
 
-import itertools
 import json
+import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -15,7 +15,7 @@ from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITC
 from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format, is_built_in
 from ..result import RunResult
 from ..size import ModelKind, Size, context_of, kind_of, parts_in, positions_of
-from ..text import code, plain, printable
+from ..text import Markdown, code, plain, printable
 from .scrub import without_folders
 
 
@@ -68,6 +68,7 @@ def render(
 
     The license is by default Apache-2.0 for weights trained from scratch, otherwise none.
     """
+    hub_data = hub_dataset(recipe or {}, result)
     recipe = without_folders(recipe or {})
     conversion = without_folders(conversion or {})
     auto_class = _auto_class(config)
@@ -75,15 +76,14 @@ def render(
     is_nlq = config.model_type in ("nlq", "nlq_seq2seq")
     name = location.split("/")[-1]
     dataset = recipe.get("dataset", "python-stdlib")
-    is_local = is_built_in(dataset) or data_format(dataset) is not None or Path(dataset).exists()
     trained_base = without_folders(result.data.base_model) if result else None
     base_model = trained_base or conversion.get("base_model")
-    measured = {}
-    for split, metric in itertools.product(("validation", "test") if result else (), _METRICS):
-        value = getattr(getattr(result.losses, split), metric)
-        if value is not None:
-            measured[split, metric] = value
-    texts = _METRICS | (_MASKED_METRICS if auto_class == "AutoModelForMaskedLM" else {})
+    measured = {
+        (split, metric): value
+        for split in (("validation", "test") if result else ())
+        for metric, value in measured_on(result, split).items()
+    }
+    texts = metric_names(config)
     pipeline = _PIPELINES[auto_class]
     results = [
         EvalResult(
@@ -104,7 +104,7 @@ def render(
         pipeline_tag=pipeline,
         tags=["nlq", *([] if is_adapter else ["custom_code"]), "attention"] if is_nlq else ["attention"],
         base_model=base_model,
-        datasets=None if not recipe or is_local else [dataset],
+        datasets=[hub_data] if hub_data else None,
         eval_results=results or None,
     )
     return ModelCard.from_template(
@@ -112,6 +112,7 @@ def render(
         template_path=str(TEMPLATE),
         code=code,
         plain=plain,
+        link_papers=link_papers,
         quoted=lambda text: printable(json.dumps(text, ensure_ascii=False)),
         model_name=plain(name),
         location=location,
@@ -141,6 +142,32 @@ def render(
         has_plot=has_plot,
         comparison=comparison,
     )
+
+
+def hub_dataset(recipe: dict[str, Any], result: RunResult | None) -> str | None:
+    """Returns the dataset that a run read from the Hub; `None` for one of this package or of a machine."""
+    dataset = recipe.get("dataset")
+    if dataset is None or is_built_in(dataset) or data_format(dataset) is not None or Path(dataset).exists():
+        return None
+    # Of a path, the run recorded the last component
+    trained_on = result.data.trained_on if result else []
+    return dataset if not trained_on or trained_on[-1].get("dataset") == dataset else None
+
+
+def measured_on(result: RunResult, split: Literal["validation", "test"]) -> dict[str, float]:
+    """Returns the metrics of a split that were measured."""
+    values = {metric: getattr(getattr(result.losses, split), metric) for metric in _METRICS}
+    return {metric: value for metric, value in values.items() if value is not None}
+
+
+def metric_names(config: PreTrainedConfig) -> dict[str, str]:
+    """Returns the metrics of a model and their names in words."""
+    return _METRICS | (_MASKED_METRICS if _auto_class(config) == "AutoModelForMaskedLM" else {})
+
+
+def link_papers(text: str) -> Markdown:
+    """Returns Markdown of a text in which each "arXiv ID" is a link, from which the Hub finds the paper."""
+    return Markdown(re.sub(r"\barXiv (\d{4}\.\d{4,5})\b", r"[\g<0>](https://arxiv.org/abs/\1)", plain(text)))
 
 
 def base_model_of(model: str | Path) -> str | None:

@@ -56,7 +56,8 @@ from ..loading import check_model_folder, peft_task
 from ..result import RunResult
 from ..size import auto_class_of, check_parameters, listed, size_of
 from ..text import Markdown, one_line
-from .card import converted_base, render
+from .card import converted_base, metric_names, render
+from .eval_results import EEE_FILE, HUB_FILE, eval_results
 from .scrub import check_for_traces, without_folders
 
 
@@ -86,12 +87,16 @@ class Publication:
 
 @dataclass
 class CardOptions:
-    """A file to publish as the card, or the license and verdicts for a generated one, and a report's files by name."""
+    """A file to publish as the card, or the license and verdicts for a generated one, and a report's files by name.
+
+    `over_seeds` is what the comparison says of the model in one line, for the results beside the card.
+    """
 
     file: str | Path | None = None
     license: str | None = None
     verdicts: Markdown | None = None
     report: dict[str, bytes] | None = None
+    over_seeds: str | None = None
 
 
 def publish_model(
@@ -229,6 +234,11 @@ def _collect(
     if recipe is not None:
         contents[RECIPE_FILE] = yaml.safe_dump(without_folders(recipe), sort_keys=False).encode()
     contents |= options.report or {}
+    if recipe is not None and result is not None:
+        time = (folder / METRICS_FILE).stat().st_mtime
+        names = metric_names(model.config)
+        if found := eval_results(repo_id, recipe, result, names, time, options.over_seeds):
+            contents |= {HUB_FILE: yaml.safe_dump(found[0], sort_keys=False).encode(), EEE_FILE: _json(found[1])}
     if options.file is not None:
         contents[CARD_FILE] = read_bytes(resolve_user_path(options.file))
     else:
@@ -336,7 +346,7 @@ def _check_weights(
 
 def _is_published(name: str) -> bool:
     """Tells whether `nlq publish` could have uploaded a file with this name."""
-    patterns = (*WEIGHTS, *ADAPTER, *SETTINGS, *TOKENIZER, *RECORDS, *_REPORT, "*_nlq.py")
+    patterns = (*WEIGHTS, *ADAPTER, *SETTINGS, *TOKENIZER, *RECORDS, *_REPORT, HUB_FILE, EEE_FILE, "*_nlq.py")
     return any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
 
 

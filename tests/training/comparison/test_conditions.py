@@ -157,7 +157,11 @@ class TestConditions:
             results = run_and_report(plan, tmp_path, PlantedEngine(planted))
         assert [scale.added_seeds for scale in results.scales.values()] == [[2]] * 3
         run = tmp_path / "conditions" / "muon" / "runs" / "good" / "rate-0.004-seed-2"
-        text, _ = read_for_card(run, tmp_path)
+        text, _, over_seeds = read_for_card(run, tmp_path)
+        effect = results.scales["muon"].statistics.effects["good"]
+        ends = ", ".join(f"{end:+.2f}" for end in effect.loss_improvement_interval)
+        assert over_seeds.endswith(f" over 3 seeds: {effect.loss_improvement:+.2f} [{ends}] %, {effect.verdict}")
+        assert read_for_card(run.parents[1] / "base" / run.name, tmp_path)[2] is None, "the baseline has no verdict"
         assert "**good** (this model)" in text and "This is the condition muon of 3: adamw, muon, long." in text
         text = (tmp_path / "results.md").read_text()
         for name, changes in {"adamw": "nothing", "muon": "`optimizer: muon`", "long": "`max_steps: 24`"}.items():
