@@ -175,6 +175,8 @@ gpu-%: $(GPU_READY)
 .venv-clients/installed: pyproject.toml constraints.txt
 	$(call new_environment,.venv-clients,constraints.txt)
 	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt -e ".[test,clients]"
+# Only its validator is wanted, which runs on Python 3.11; what else it needs excludes huggingface_hub 2
+	$(subst .venv,.venv-clients,$(PIP)) install --quiet --no-deps --ignore-requires-python every-eval-ever==0.3.0
 	touch $@
 
 .venv-weights/installed: pyproject.toml constraints.txt

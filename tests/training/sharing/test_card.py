@@ -41,10 +41,11 @@ for repo in arguments:
 
 def test_parts_are_named_with_their_source():
     config = load_config("tiny-forget-gate")
-    assert (
-        "* `forget_gate`: `s_ij + sum" in (text := str(render("model", config, measure(config))))
-        and "2503.02130" in text
-    )
+    text = str(render("model", config, measure(config)))
+    assert "* `forget_gate`: `s_ij + sum" in text
+    # The Hub finds papers by these links alone
+    assert re.findall(r"\[arXiv ([\d.]+)\]\(https://arxiv.org/abs/\1\)", text) == ["2503.02130", "2603.13381"]
+    assert "(Lin et al. 2025, [arXiv 2503.02130](" in text
 
 
 @pytest.mark.parametrize("name", ["<img src=x>", "a\n```\n\n<b> ````", "` ![x](http://a.b/c) `"])

@@ -65,15 +65,6 @@ def test_published_files_are_read_and_go_with_the_dataset(server, nlq, copy_run,
     assert files.keys() == RUN_FILES | {".eval_results/gpqa.yaml"} and b"\ndatasets:" not in files["README.md"]
 
 
-def test_every_eval_ever_accepts_its_file(tmp_path):
-    validate = pytest.importorskip("every_eval_ever.validate", reason="every-eval-ever is not installed")
-    _, record = eval_results("anna/model", {"dataset": "bert/text"}, RESULT, NAMES, TIME.timestamp(), "+1 %")
-    (file := tmp_path / "record.json").write_text(json.dumps(record))
-    place = "data/text/anna/model/0d5e1c3a-7b1f-4c52-9a34-2f6d1f0e8b11.json"
-    report = validate.validate_aggregate(file, repo_path=place, run_semantic_checks=True)
-    assert report.valid and not report.warnings, (report.errors, report.warnings)
-
-
 @pytest.mark.parametrize("dataset", ["python-stdlib", "synthetic:recall", "mine.jsonl", "text", "here/text", "/a/b"])
 def test_none_for_text_that_is_not_on_the_hub(dataset, tmp_path, monkeypatch):
     (tmp_path / "here" / "text").mkdir(parents=True)
