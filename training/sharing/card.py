@@ -146,10 +146,11 @@ def render(
 
 def hub_dataset(recipe: dict[str, Any], result: RunResult | None) -> str | None:
     """Returns the dataset that a run read from the Hub; `None` for one of this package or of a machine."""
-    dataset = recipe.get("dataset")
-    if dataset is None or is_built_in(dataset) or data_format(dataset) is not None or Path(dataset).exists():
+    dataset = recipe.get("dataset", "python-stdlib")
+    is_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", dataset, re.ASCII) is not None
+    if not is_name or is_built_in(dataset) or data_format(dataset) is not None or Path(dataset).exists():
         return None
-    # Of a path, the run recorded the last component
+    # For a folder, the run recorded only its last component
     trained_on = result.data.trained_on if result else []
     return dataset if not trained_on or trained_on[-1].get("dataset") == dataset else None
 

@@ -1,6 +1,5 @@
 """Writes test results on a dataset of the Hub as the Hub and Every Eval Ever (arXiv 2606.14516) read them."""
 
-import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +11,7 @@ from .card import hub_dataset, measured_on
 
 HUB_FILE = ".eval_results/nlq.yaml"  # others in this folder may be other people's
 EEE_FILE = "every_eval_ever.json"
-_LARGEST = {"token_accuracy": 1, "chrf": 100}  # of other metrics, which have no largest value, lower is better
+_LARGEST = {"token_accuracy": 1, "chrf": 100}  # where higher is better
 
 
 def eval_results(
@@ -23,14 +22,15 @@ def eval_results(
     time: float,
     over_seeds: str | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
-    """Returns the contents of `HUB_FILE` and `EEE_FILE`.
+    """Returns the contents of `HUB_FILE` and `EEE_FILE`, or `None` without a test loss on OWNER/NAME of the Hub.
 
-    It is `None` if the model diverged, or the test text is not OWNER/NAME on the Hub. `metrics` are their names in
-    words, `time` is that of the test in seconds since 1970, and `over_seeds` what a comparison says of the model.
+    Args:
+        metrics: the name of each metric in words.
+        time: when the run ended, in seconds since 1970.
+        over_seeds: the verdict of a comparison in one line.
     """
     dataset, values = hub_dataset(recipe, result), measured_on(result, "test")
-    is_named = dataset is not None and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", dataset, re.ASCII)
-    if not is_named or result.test_loss is None:
+    if dataset is None or "/" not in dataset or result.test_loss is None:
         return None
     owner, _, name = repo_id.partition("/")
     home, date = constants.HUGGINGFACE_CO_URL_HOME, datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
