@@ -167,7 +167,7 @@ def metric_names(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def link_papers(text: str) -> Markdown:
-    """Returns Markdown of a text in which each "arXiv ID" is a link, from which the Hub finds the paper."""
+    """Returns Markdown that links every arXiv ID; the Hub finds papers by these links alone."""
     return Markdown(re.sub(r"\barXiv (\d{4}\.\d{4,5})\b", r"[\g<0>](https://arxiv.org/abs/\1)", plain(text)))
 
 
