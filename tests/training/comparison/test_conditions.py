@@ -282,9 +282,7 @@ class TestPrimary:
                 (p_values,) = re.findall(rf"Primary test {name}, [^:]*: {re.escape(shown)}(.*?)\. Equiv", text)
                 assert p_values == f"{p_value(test.p)}, Holm p {p_value(test.holm_p)}"
             assert text.count("is within 0.7 %. They count seeds") == 1 and text.count("96.7 % interval") == 3
-            assert (
-                "at 5 %, corrected among themselves by Holm's method; 7 other tests together are one family." in text
-            )
+            assert "corrected among themselves by Holm's method; 7 other tests together are one family." in text
         assert read_outcome(tmp_path / "results.json") == outcome
 
     def test_plan_of_contrasts(self, make, monkeypatch):
@@ -365,11 +363,11 @@ def condition(**fields) -> dict:
         ({"primary": {"contrasts": {}}}, "primary: contrasts holds nothing"),
         (
             {"primary": {**GOOD, "contrasts": {"a": {}}}},
-            "primary holds contrast and contrasts; here it must be one of",
+            "holds contrast and contrasts; here it must be one of",
         ),
         ({"primary": {"contrasts": {"a": {"good": 1}}}}, "contrasts: a={'good': 1.0} must have weights that sum to 0"),
         ({"primary": {"contrasts": {"a": {"x": 1}}}}, "primary: contrasts: a: unknown field 'x'"),
-        ({"primary": {"contrasts": {"a": 1}}}, "must be fields and values"),
+        ({"primary": {"contrasts": {"a": 1}}}, "primary: contrasts: a must hold fields and values, not 1"),
         ({"primary": {"contrast": {"x": 1, "base": -1}}}, "primary: contrast: unknown field 'x'"),
         ({"primary": {"trend": "base"}, **LADDER}, "primary: trend: base must be one model besides the baseline"),
         ({"primary": {"interaction": {"good": ["a"]}}, **CROSSED}, "interaction: ['a'] must be two of adamw, muon"),
