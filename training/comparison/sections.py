@@ -112,7 +112,8 @@ def _read_field(name: str, value: Any, source: str) -> Any:
     if name == "contrasts" and isinstance(value, Mapping):
         for key in value:
             check_name(f"{source}: {name}", key)
-        return {key: _read_field("contrast", weights, source) for key, weights in value.items()}
+        entries = {key: read_section(weights, f"{source}: {name}: {key}") for key, weights in value.items()}
+        return {key: _read_field("contrast", weights, source) for key, weights in entries.items()}
     if name in _SECTION_OF and isinstance(value, Mapping):
         return _SECTION_OF[name].read(value, f"{source}: {name}")
     if name in _SECTIONS_OF and value is not None:

@@ -361,10 +361,7 @@ def condition(**fields) -> dict:
         ({"primary": {"trend": "good"}}, "primary holds trend; here it must be one of contrast, contrasts"),
         ({"primary": {"contrast": {"good": 1}}}, "contrast={'good': 1.0} must have weights that sum to 0"),
         ({"primary": {"contrasts": {}}}, "primary: contrasts holds nothing"),
-        (
-            {"primary": {**GOOD, "contrasts": {"a": {}}}},
-            "holds contrast and contrasts; here it must be one of",
-        ),
+        ({"primary": {**GOOD, "contrasts": {"a": {}}}}, "holds contrast and contrasts; here it must be one of"),
         ({"primary": {"contrasts": {"a": {"good": 1}}}}, "contrasts: a={'good': 1.0} must have weights that sum to 0"),
         ({"primary": {"contrasts": {"a": {"x": 1}}}}, "primary: contrasts: a: unknown field 'x'"),
         ({"primary": {"contrasts": {"a": 1}}}, "primary: contrasts: a must hold fields and values, not 1"),
