@@ -6,7 +6,7 @@ differences under two conditions, so it is a weighted sum by seed, and Student's
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -43,7 +43,7 @@ class SumTest:
     p: float | None = None  # two-sided, over the seeds that all its losses have
     holm_p: float | None = None  # None if not corrected
     margin: float | None = None
-    margin_interval: Interval | None = None  # of 90 %
+    margin_interval: Interval | None = None  # of 90 %; of several primary tests by Bonferroni's method
 
     def judged(self, p: float | None) -> "SumTest":
         """Returns the test with a corrected p; a difference smaller than the margin is called equivalent."""
@@ -70,6 +70,7 @@ class PrimaryPlan:
     weights: Weights
     is_paired: bool = True  # over conditions; scales are independent
     alone: Test | None = None  # the same test among the others
+    name: str = ""  # of one of several contrasts
 
 
 def interaction_weights(model: str, conditions: tuple[str, str], baseline: str) -> Weights:
@@ -94,11 +95,13 @@ def sum_test(
     weights: Weights,
     is_paired: bool = True,
     margin: float | None = None,
+    tests: int = 1,
 ) -> SumTest:
     """Tests a weighted sum over seeds that have all of its losses; unpaired, each scale has its own seeds.
 
     Each model must be tested in the analysis of its scale, and two seeds are needed. A margin in percent adds a test
-    of equivalence, without a correction, because at most one of the two tests can be wrong.
+    of equivalence, corrected for the number of `tests` by Bonferroni's method. It needs no other correction, because
+    at most one of the two tests can be wrong.
     """
     parts = []
     for group in [weights] if is_paired else [{name: entry} for name, entry in weights.items()]:
@@ -118,7 +121,7 @@ def sum_test(
     test = SumTest(SumVerdict.CANNOT_TELL, "", estimate.value, estimate.interval(1 - ALPHA), estimate.p())
     if margin is not None:
         # Two one-sided tests at 5 %: the 90 % interval must lie within the margin (Schuirmann 1987)
-        low, high = estimate.interval(1 - 2 * ALPHA)
+        low, high = estimate.interval(1 - 2 * ALPHA / tests)
         verdict = SumVerdict.EQUIVALENT if -margin < low and high < margin else test.verdict
         test = replace(test, verdict=verdict, margin=margin, margin_interval=(low, high))
     return test
@@ -128,20 +131,20 @@ def correct(
     analyses: dict[str, Analysis],
     trend: Trend | None,
     interactions: list[Interaction] | None,
-    primary: PrimaryPlan | None = None,
+    primary: Sequence[PrimaryPlan] = (),
 ) -> tuple[dict[str, Analysis], Trend | None, list[Interaction] | None]:
     """Corrects p of all tests by Holm's method, and judges them again.
 
-    All models times scales or conditions are one family, interactions a second. With a primary test, all others are
+    All models times scales or conditions are one family, interactions a second. With primary tests, all others are
     one family.
     """
     of_models = {(model, name): effect.p for name, each in analyses.items() for model, effect in each.effects.items()}
     others = {(each.model, each.conditions): each.test.p for each in interactions or ()}
     others |= {(model, None): each.p for model, each in (trend.models.items() if trend else ())}
     families = [of_models, others]
-    if primary is not None:
+    if primary:
         together = of_models | others
-        families = [together, {primary.alone: together.pop(primary.alone, None)}]
+        families = [together, {plan.alone: together.pop(plan.alone, None) for plan in primary}]
     families = [{test: p for test, p in family.items() if p is not None} for family in families]
     corrected = {test: p for family in families for test, p in zip(family, holm(family.values()))}
     size, judged = len(families[0]), {}
@@ -168,33 +171,49 @@ def correct(
 
 @dataclass(frozen=True)
 class Primary:
-    """The primary test. A trend has its slope as value, in percent per decade of compute."""
+    """A primary test. A trend has its slope as value, in percent per decade of compute."""
 
     about: str  # in words
     test: SumTest
+    name: str = ""  # of one of several contrasts
 
 
-def plan_primary(config: ComparisonConfig, heights: Mapping[str, float]) -> PrimaryPlan:
-    """Returns a primary test. `heights` are what a ladder climbs, by scale, or any numbers by condition, in order.
+def judge_primary(
+    plans: Sequence[PrimaryPlan],
+    losses: Mapping[str, Mapping[str, Losses]],
+    analyses: Mapping[str, Analysis],
+    margin: float | None,
+) -> list[Primary]:
+    """Makes the primary tests, corrected among themselves by Holm's method; arguments as for `sum_test`."""
+    tests = [sum_test(losses, analyses, plan.weights, plan.is_paired, margin, len(plans)) for plan in plans]
+    corrected = iter(holm(test.p for test in tests if test.p is not None))
+    judged = [test if test.p is None else test.judged(next(corrected)) for test in tests]
+    return [Primary(plan.about, test, plan.name) for plan, test in zip(plans, judged)]
+
+
+def plan_primary(config: ComparisonConfig, heights: Mapping[str, float]) -> list[PrimaryPlan]:
+    """Returns the primary tests. `heights` are what a ladder climbs, by scale, or numbers by condition, in order.
 
     A contrast is the mean over conditions. A ladder tests it at the largest scale.
     """
     primary, baseline = config.primary, config.baseline
-    if primary.contrast is not None:
-        about = " ".join(f"{weight:+g} {model}" for model, weight in primary.contrast.items())
+    if primary.by_name:
         names = list(heights) if config.axis is Axis.CONDITIONS else list(heights)[-1:]
-        mean = {model: weight / len(names) for model, weight in primary.contrast.items()}
-        return PrimaryPlan(f"contrast of losses, {about}", dict.fromkeys(names, mean))
+        plans = []
+        for name, weights in primary.by_name.items():
+            about = " ".join(f"{weight:+g} {model}" for model, weight in weights.items())
+            mean = {model: weight / len(names) for model, weight in weights.items()}
+            plans.append(PrimaryPlan(f"contrast of losses, {about}", dict.fromkeys(names, mean), name=name))
+        return plans
     if primary.interaction is not None:
         (model, pair), *_ = primary.interaction.items()
         about = f"improvement of {model} under {pair[1]} minus that under {pair[0]}"
         in_order = tuple(name for name in heights if name in pair)
-        return PrimaryPlan(about, interaction_weights(model, pair, baseline), alone=(model, in_order))
+        return [PrimaryPlan(about, interaction_weights(model, pair, baseline), alone=(model, in_order))]
     slope = zip(heights, map(float, slope_weights(heights.values())))
     weights = {name: {baseline: weight, primary.trend: -weight} for name, weight in slope}
-    return PrimaryPlan(
-        f"slope of the improvement of {primary.trend} per decade", weights, False, (primary.trend, None)
-    )
+    about = f"slope of the improvement of {primary.trend} per decade"
+    return [PrimaryPlan(about, weights, False, (primary.trend, None))]
 
 
 def planned_noise(plan: PrimaryPlan, seeds: Mapping[str, int]) -> Estimate:

@@ -61,7 +61,7 @@ class ComparisonConfig(SectionConfig):
     conditions: dict[str, ConditionConfig] | None = None
     """Changes of the recipe, each with its own baseline; all models are compared under each."""
     primary: PrimaryConfig | None = None
-    """The test that the comparison is made for."""
+    """The test or the contrasts that the comparison is made for."""
     tokens_per_parameter: float | None = None
     """The tokens of a run for each non-embedding parameter of the baseline, in place of `max_steps`."""
     learning_rates: float | list[float] | SearchConfig | None = None
@@ -163,7 +163,7 @@ class ComparisonConfig(SectionConfig):
         if self.primary is None:
             return models * many if is_crossed else models
         others = math.comb(many, 2) if is_crossed else self.axis is Axis.SCALES
-        return models * (many + others) - (self.primary.contrast is None)
+        return models * (many + others) - (not self.primary.by_name)
 
     def source_of(self, scale: str, source: str) -> str:
         return source if self.axis is None else f"{source}: {self.axis.one} {scale!r}"

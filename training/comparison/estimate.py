@@ -53,21 +53,7 @@ def describe_estimate(
     if has_verdicts:
         yield _INDEPENDENT
     if plan.config.primary is not None:
-        primary = plan_primary(plan.config, heights_of(plan.scales))
-        yield f"primary test: {primary.about}; first, at 5 % without a correction"
-        runs = {name: len(plan.scales[name].seeds) for name in primary.weights}
-        if (fewest := min(runs.values())) > 1:
-            noise, margin = planned_noise(primary, runs), plan.config.primary.margin
-            value = _in_floors(noise.smallest(ALPHA, _POWER), noise_floor, fewest)
-            yield f"primary test: smallest value found with probability {100 * _POWER:.0f} %: {value}"
-            if margin is not None:
-                # The usual approximation: 80 to 83 % for 2 seeds or more
-                most = margin / (noise.margin(2 * ALPHA) + noise.margin(1 - _POWER))
-                yield (
-                    f"primary test: if the true value is 0, equivalence within {margin:g} % is found in "
-                    f"{100 * _POWER:.0f} % of cases where the noise floor is at most {most:.2g} %"
-                    + ("" if noise_floor is None else "; it is" if noise_floor <= most else "; it is not")
-                )
+        yield from _describe_primary(plan, noise_floor)
     total = 0.0
     for name, scale in plan.scales.items():
         try:
@@ -90,6 +76,30 @@ def describe_estimate(
         "times are for one run at a time, by the throughput of a few steps of each model, without the preparation of "
         "data, compilation and evaluation"
     )
+
+
+def _describe_primary(plan: Comparison, noise_floor: float | None) -> Iterator[str]:
+    planned, margin = plan_primary(plan.config, heights_of(plan.scales)), plan.config.primary.margin
+    tests, correction = len(planned), "without a correction"
+    if tests > 1:
+        correction = f"corrected for {tests} primary tests by Holm's method"
+    for primary in planned:
+        title = f"primary test {primary.name}".strip()
+        yield f"{title}: {primary.about}; first, at 5 % {correction}"
+        runs = {name: len(plan.scales[name].seeds) for name in primary.weights}
+        if (fewest := min(runs.values())) < 2:
+            continue
+        noise, alpha = planned_noise(primary, runs), ALPHA / tests  # as if it had the smallest p
+        value = _in_floors(noise.smallest(alpha, _POWER), noise_floor, fewest)
+        yield f"{title}: smallest value found with probability {100 * _POWER:.0f} %: {value}"
+        if margin is not None:
+            # The usual approximation: 80 to 83 % for 2 seeds or more
+            most = margin / (noise.margin(2 * alpha) + noise.margin(1 - _POWER))
+            yield (
+                f"{title}: if the true value is 0, equivalence within {margin:g} % is found in "
+                f"{100 * _POWER:.0f} % of cases where the noise floor is at most {most:.2g} %"
+                + ("" if noise_floor is None else "; it is" if noise_floor <= most else "; it is not")
+            )
 
 
 def _in_floors(times: float, floor: float | None, seeds: int) -> str:

@@ -23,7 +23,7 @@ from .sentences import (
     noise_floor_sentence,
     outcome_sentence,
     outcome_sentences,
-    primary_sentence,
+    primary_sentences,
     protocol_sentences,
     trend_protocol,
     trend_sentence,
@@ -106,8 +106,8 @@ def describe(outcome: Outcome) -> str:
         rows = [{"condition": name, **row} for name, each in scales for row in _columns(each, _TERMINAL_COLUMNS)]
         tables, notes = [rows, interaction_rows(outcome)], outcome_sentences(outcome)
     else:
-        primary = [primary_sentence(outcome)] if outcome.primary else []
-        tables, notes = [_columns(outcome.largest, _TERMINAL_COLUMNS)], [*primary, *_notes(outcome.largest)]
+        tables = [_columns(outcome.largest, _TERMINAL_COLUMNS)]
+        notes = [*primary_sentences(outcome), *_notes(outcome.largest)]
 
     def wrap(sentences: Iterable[str]) -> list[str]:
         return [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in sentences]
@@ -158,7 +158,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     elif outcome.interactions:
         names = ", ".join(outcome.scales)
         parts += [f"This is the condition {scale} of {len(outcome.scales)}: {names}.", interaction_rows(outcome)]
-    parts += [primary_sentence(outcome)] if outcome.primary else []
+    parts += primary_sentences(outcome)
     return to_text(parts)
 
 

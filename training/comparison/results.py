@@ -15,7 +15,7 @@ from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
 from .comparison import Run, RunStore, ScaleProgress
-from .conditions import Interaction, Primary, analyse_interactions, correct, plan_primary, sum_test
+from .conditions import Interaction, Primary, analyse_interactions, correct, judge_primary, plan_primary
 from .config import ComparisonConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
 from .sections import SINGLE, Axis, TuneConfig
@@ -218,12 +218,13 @@ class Outcome:
     trend: Trend | None = None
     version: int = VERSION
     interactions: list[Interaction] | None = None
-    primary: Primary | None = None
+    primary: list[Primary] = field(default_factory=list)
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
-        """Files without a version hold a single scale."""
-        return {"scales": {SINGLE: content}, **content}
+        """Files without a version hold a single scale. Others may hold one primary test, or null."""
+        primary = content.get("primary") or []
+        return {"scales": {SINGLE: content}, **content, "primary": [primary] if isinstance(primary, dict) else primary}
 
     @property
     def axis(self) -> Axis | None:
@@ -295,18 +296,17 @@ def judge(
 
 
 def conclude(outcome: Outcome, config: ComparisonConfig) -> Outcome:
-    """Adds what scales or conditions tell together and the primary test, and corrects the tests that are a family."""
-    scales, primary, plan, is_crossed = outcome.scales, None, None, config.axis is Axis.CONDITIONS
+    """Adds what scales or conditions tell together and primary tests, and corrects the tests that are a family."""
+    scales, primary, plans, is_crossed = outcome.scales, [], [], config.axis is Axis.CONDITIONS
     losses = {name: scale.losses for name, scale in scales.items()}
     analyses = {name: scale.statistics for name, scale in scales.items()}
     interactions = analyse_interactions(losses, analyses) if is_crossed else None
     trend = None if is_crossed else trend_of(scales)
     if config.primary is not None:
-        plan = plan_primary(config, dict.fromkeys(scales, 1.0) if trend is None else trend.flops)
-        test = sum_test(losses, analyses, plan.weights, plan.is_paired, config.primary.margin)
-        primary = Primary(plan.about, test.judged(test.p))
-    if plan is not None or is_crossed:
-        analyses, trend, interactions = correct(analyses, trend, interactions, plan)
+        plans = plan_primary(config, dict.fromkeys(scales, 1.0) if trend is None else trend.flops)
+        primary = judge_primary(plans, losses, analyses, config.primary.margin)
+    if plans or is_crossed:
+        analyses, trend, interactions = correct(analyses, trend, interactions, plans)
     scales = {name: replace(scale, statistics=analyses[name]) for name, scale in scales.items()}
     return replace(outcome, scales=scales, trend=trend, interactions=interactions, primary=primary)
 

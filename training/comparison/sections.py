@@ -109,6 +109,11 @@ def _read_field(name: str, value: Any, source: str) -> Any:
         return [float(rate) if type(rate) is int else rate for rate in value]
     if name == "contrast" and isinstance(value, Mapping):
         return {model: float(weight) if type(weight) is int else weight for model, weight in value.items()}
+    if name == "contrasts" and isinstance(value, Mapping):
+        for key in value:
+            check_name(f"{source}: {name}", key)
+        entries = {key: read_section(weights, f"{source}: {name}: {key}") for key, weights in value.items()}
+        return {key: _read_field("contrast", weights, source) for key, weights in entries.items()}
     if name in _SECTION_OF and isinstance(value, Mapping):
         return _SECTION_OF[name].read(value, f"{source}: {name}")
     if name in _SECTIONS_OF and value is not None:
@@ -303,10 +308,12 @@ class ConditionConfig(ScaleConfig):
 
 @dataclass(frozen=True)
 class PrimaryConfig(SectionConfig):
-    """The fields of `primary`: one test, which the comparison is made for."""
+    """The fields of `primary`: the test or the contrasts that the comparison is made for."""
 
     contrast: dict[str, float] | None = None
     """A weight for each model, 0 in all: the weighted sum of losses in percent of the baseline's loss."""
+    contrasts: dict[str, dict[str, float]] | None = None
+    """Several contrasts by name, each corrected for their number."""
     interaction: dict[str, list[str]] | None = None
     """A model and two conditions: its improvement under the second minus that under the first."""
     trend: str | None = None
@@ -314,17 +321,27 @@ class PrimaryConfig(SectionConfig):
     margin: float | None = None
     """In percent; smaller values are called equivalent."""
 
+    @property
+    def by_name(self) -> dict[str, dict[str, float]]:
+        """The contrasts; a single one has no name."""
+        return self.contrasts or ({} if self.contrast is None else {"": self.contrast})
+
     def check(self, config: "ComparisonConfig") -> None:
-        needs = {"contrast": config.axis, "interaction": Axis.CONDITIONS, "trend": Axis.SCALES}
+        of_losses = dict.fromkeys(("contrast", "contrasts"), config.axis)
+        needs = {**of_losses, "interaction": Axis.CONDITIONS, "trend": Axis.SCALES}
         given = [name for name in needs if getattr(self, name) is not None]
         if len(given) != 1 or needs[given[0]] is not config.axis:
-            here = " or ".join(name for name, axis in needs.items() if axis is config.axis)
-            raise ValueError(f"primary holds {' and '.join(given) or 'no test'}; here it must be one {here}")
+            here = ", ".join(name for name, axis in needs.items() if axis is config.axis)
+            raise ValueError(f"primary holds {' and '.join(given) or 'no test'}; here it must be one of {here}")
         check_number("primary: margin", self.margin, 0)
-        if (weights := self.contrast) is not None:
-            check_keys("primary: contrast", weights, config.models)
+        if self.contrasts == {}:
+            raise ValueError("primary: contrasts holds nothing")
+        for name, weights in self.by_name.items():
+            where = f"contrasts: {name}" if name else "contrast"
+            check_keys(f"primary: {where}", weights, config.models)
             if not any(weights.values()) or not abs(sum(weights.values())) <= 1e-9:  # also for NaN
-                raise ValueError(f"primary: contrast={weights!r} must have weights that sum to 0, not all of them 0")
+                raise ValueError(f"primary: {where}={weights!r} must have weights that sum to 0, not all of them 0")
+        if self.by_name:
             return
         tested = {self.trend: []} if self.interaction is None else self.interaction
         if len(tested) != 1 or not tested.keys() <= config.models.keys() - {config.baseline}:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ..text import count
-from .conditions import SumVerdict
+from .conditions import Primary, SumVerdict
 from .config import ComparisonConfig
-from .inference import FIRST_INTERIM, ROUNDING, Verdict, alpha_of_last, noise_range, power_warning
+from .inference import ALPHA, FIRST_INTERIM, ROUNDING, Verdict, alpha_of_last, noise_range, power_warning
 from .lr_search import LEARNING_RATE
 from .results import Outcome, ScaleOutcome
 from .tables import (
@@ -59,7 +59,7 @@ EARLY = (
 
 
 def outcome_sentences(outcome: Outcome) -> list[str]:
-    sentences = [primary_sentence(outcome)] if outcome.primary else []
+    sentences = primary_sentences(outcome)
     if outcome.interactions:
         sentences += [f"Condition {name}. {outcome_sentence(results)}" for name, results in outcome.scales.items()]
         return [*sentences, interaction_sentence(outcome)]
@@ -69,18 +69,33 @@ def outcome_sentences(outcome: Outcome) -> list[str]:
     return [*sentences, f"Largest scale: {list(outcome.scales)[-1]}. {sentence}", trend_sentence(outcome)]
 
 
-def primary_sentence(outcome: Outcome) -> str:
-    about, test = f"Primary test, {outcome.primary.about}", outcome.primary.test
+def primary_sentences(outcome: Outcome) -> list[str]:
+    """Returns a sentence for each primary test, the last with how they were made."""
+    tests = len(outcome.primary)
+    sentences = [_primary_sentence(primary, tests) for primary in outcome.primary]
+    if any(not primary.test.note for primary in outcome.primary):
+        counts, first = "It counts", "It was tested first, at 5 % without a correction"
+        if tests > 1:
+            counts, first = "They count", "They were tested first, at 5 %, corrected among themselves by Holm's method"
+        sentences[-1] += (
+            f" {counts} seeds, not the choice of the test data. {first}; "
+            f"{count(outcome.largest.statistics.family, 'other test')} together are one family."
+        )
+    return sentences
+
+
+def _primary_sentence(primary: Primary, tests: int) -> str:
+    about, test = f"{f'Primary test {primary.name}'.strip()}, {primary.about}", primary.test
     if test.note:
         return f"{about}: {test.verdict} ({test.note})."
-    margin = ""
+    corrected, margin = f", Holm p {p_value(test.holm_p)}" * (tests > 1), ""
     if test.margin is not None:
-        low, high = test.margin_interval
-        margin = f" Equivalent means that its 90 % interval, [{low:+.2f}, {high:+.2f}], is within {test.margin:g} %."
+        (low, high), confidence = test.margin_interval, f"{100 * (1 - 2 * ALPHA / tests):.3g} %"
+        within = f"[{low:+.2f}, {high:+.2f}], is within {test.margin:g} %"
+        margin = f" Equivalent means that its {confidence} interval, {within}."
     return (
         f"{about}: {test.verdict}, {with_interval(test.value, test.interval, '+.2f')} % of the baseline's loss, p "
-        f"{p_value(test.p)}.{margin} It counts seeds, not the choice of the test data. It was tested first, at 5 % "
-        f"without a correction; {count(outcome.largest.statistics.family, 'other test')} together are one family."
+        f"{p_value(test.p)}{corrected}.{margin}"
     )
 
 

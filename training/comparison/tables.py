@@ -239,7 +239,7 @@ def run_rows(results: ScaleOutcome) -> Rows:
 
 def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
     tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
-    if outcome.primary is None and (rows := family_rows(outcome)):
+    if not outcome.primary and (rows := family_rows(outcome)):
         tables.append((rows, _FAMILY_CAPTION))
     if not outcome.trend.multiplier_note:
         models = outcome.trend.models.items()

@@ -1,6 +1,8 @@
 """Comparisons under several conditions, and primary tests: the plan, the runs, the statistics and the refusals."""
 
+import dataclasses
 import itertools
+import json
 import math
 import re
 from pathlib import Path
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from scipy.optimize import brentq
 from support.inline_engine import InlineEngine
 from support.planted import Interrupted, PlantedEngine
 
@@ -23,11 +26,12 @@ from modeling_nlq.training.comparison.conditions import (
 )
 from modeling_nlq.training.comparison.estimate import describe_estimate
 from modeling_nlq.training.comparison.inference import Verdict, analyse
-from modeling_nlq.training.comparison.report import read_for_card
+from modeling_nlq.training.comparison.report import describe, read_for_card
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.sentences import warning_sentences
-from modeling_nlq.training.files import read_yaml
+from modeling_nlq.training.comparison.tables import p_value
+from modeling_nlq.training.files import read_json, read_yaml
 from nlq import main
 
 
@@ -40,6 +44,15 @@ MODELS = dict.fromkeys(("base", "good", "twin"))
 WIDTHS = {"small": 16, "middle": 32, "large": 48}
 LADDER = {"scales": {name: {"switches": {"hidden_size": size}} for name, size in WIDTHS.items()}}
 GOOD = {"contrast": {"good": 1, "base": -1}}
+# The models of a factorial design, with the levels of its factors
+FACTORS = ("gelu", "factor", "matrix")
+CELLS = {
+    " ".join(itertools.compress(FACTORS, levels)) or "base": levels for levels in itertools.product((0, 1), repeat=3)
+}
+MAIN_EFFECTS = {
+    factor: {cell: 0.25 if levels[index] else -0.25 for cell, levels in CELLS.items()}
+    for index, factor in enumerate(FACTORS)
+}
 
 
 def planted(scale, run) -> float | None:
@@ -84,7 +97,7 @@ def effects_of(outcome) -> list:
     return [effect for scale in outcome.scales.values() for effect in scale.statistics.effects.values()]
 
 
-def check_sum(test, values: np.ndarray) -> None:
+def check_sum(test, values: np.ndarray, tests: int = 1) -> None:
     """Compares a test with SciPy's, and equivalence with its two one-sided tests (Schuirmann 1987)."""
     expected = stats.ttest_1samp(values, 0)
     interval = expected.confidence_interval()
@@ -92,7 +105,7 @@ def check_sum(test, values: np.ndarray) -> None:
     if test.margin is not None:
         sides = zip((-test.margin, test.margin), ("greater", "less"))
         larger = max(stats.ttest_1samp(values, end, alternative=side).pvalue for end, side in sides)
-        assert (test.verdict is SumVerdict.EQUIVALENT) == (larger < 0.05)
+        assert (test.verdict is SumVerdict.EQUIVALENT) == (larger < 0.05 / tests)
 
 
 class TestConditions:
@@ -217,30 +230,87 @@ class TestPrimary:
         """All other tests are one family."""
         file = make(primary=primary, **fields)
         outcome = run_and_report(load_plan(file), tmp_path / "run", PlantedEngine(planted))
-        check_sum(outcome.primary.test, formula(in_percent(outcome)))
-        assert outcome.primary.test.verdict == verdict
+        check_sum(outcome.primary[0].test, formula(in_percent(outcome)))
+        assert outcome.primary[0].test.verdict == verdict
         rest = [*effects_of(outcome), *(outcome.trend.models.values() if outcome.trend else ())]
         rest += [each.test for each in outcome.interactions] if outcome.interactions else []
         if "interaction" in primary:
             alone = rest.pop(6)  # after two models under three conditions: good, from adamw to muon
-            assert alone.holm_p == alone.p == outcome.primary.test.p
+            assert alone.holm_p == alone.p == outcome.primary[0].test.p
         assert is_family(rest) and outcome.largest.statistics.family == len(rest) == load_plan(file).config.family
 
     def test_trend(self, make, tmp_path, capsys):
         file = make(primary={"trend": "good", "margin": 0.01}, **LADDER)
         outcome = run_and_report(load_plan(file), tmp_path / "run", PlantedEngine(planted))
-        test, trend = outcome.primary.test, outcome.trend.models["good"]
+        test, trend = outcome.primary[0].test, outcome.trend.models["good"]
         assert (test.value, *test.interval, test.p) == pytest.approx((trend.slope, *trend.slope_interval, trend.p))
         assert trend.holm_p == trend.p and trend.verdict == "grows" and test.verdict is SumVerdict.ABOVE
         assert is_family([*effects_of(outcome), outcome.trend.models["twin"]])
+        content = read_json(tmp_path / "run" / "results.json")
+        for held, expected in ((content["primary"][0], outcome.primary), (None, [])):  # files of earlier versions
+            (old := tmp_path / "old.json").write_text(json.dumps({**content, "primary": held}))
+            assert read_outcome(old) == dataclasses.replace(outcome, primary=expected)
         changed = make(primary={"trend": "good", "margin": 0.02}, **LADDER)
         assert main(["compare", changed, "--output_dir", str(tmp_path / "run")]) == 1
         assert "primary.margin: 0.01 there, 0.02 now" in capsys.readouterr().err
 
+    def test_contrasts(self, make, tmp_path):
+        """Main effects are those of a regression within each seed, corrected for their number."""
+
+        def losses(scale, run) -> float:
+            noise = np.random.default_rng([run.seed, *run.model.encode()]).normal(0, 0.02)
+            return 4 + 0.1 * run.seed + noise + np.dot([-0.1, 0.025, 0.0], CELLS[run.model])
+
+        primary = {"contrasts": MAIN_EFFECTS, "margin": 0.7}
+        file = make(models=dict.fromkeys(CELLS), primary=primary)
+        outcome = run_and_report(load_plan(file), tmp_path, PlantedEngine(losses))
+        percent, tests = in_percent(outcome), {each.name: each.test for each in outcome.primary}
+        design = [[1, *(2 * level - 1 for level in levels)] for levels in CELLS.values()]
+        coefficients, *_ = np.linalg.lstsq(np.array(design), np.stack([percent["(single)", cell] for cell in CELLS]))
+        for name, values in zip(FACTORS, 2 * coefficients[1:], strict=True):  # from the low level to the high one
+            check_sum(tests[name], values, len(FACTORS))
+            confidence = 1 - 2 * 0.05 / 3
+            interval = stats.ttest_1samp(values, 0).confidence_interval(confidence)
+            assert tests[name].margin_interval == pytest.approx(interval)
+        assert is_family([*tests.values()]) and is_family(effects_of(outcome))
+        assert outcome.largest.statistics.family == load_plan(file).config.family == 7
+        assert {name: test.verdict for name, test in tests.items()} == {
+            "gelu": "below 0",
+            "factor": "above 0",
+            "matrix": "equivalent",
+        }
+        for text in ((tmp_path / "results.md").read_text(), " ".join(describe(outcome).split())):
+            for name, test in tests.items():
+                low, high = test.interval
+                shown = f"{test.verdict}, {test.value:+.2f} [{low:+.2f}, {high:+.2f}] % of the baseline's loss, p "
+                (p_values,) = re.findall(rf"Primary test {name}, [^:]*: {re.escape(shown)}(.*?)\. Equiv", text)
+                assert p_values == f"{p_value(test.p)}, Holm p {p_value(test.holm_p)}"
+            assert text.count("is within 0.7 %. They count seeds") == 1 and text.count("96.7 % interval") == 3
+            assert "corrected among themselves by Holm's method; 7 other tests together are one family." in text
+        assert read_outcome(tmp_path / "results.json") == outcome
+
+    def test_plan_of_contrasts(self, make, monkeypatch):
+        """One of three tests stands at 5 / 3 %; a main effect of 8 runs has the noise sqrt(8 / 16 / 5)."""
+        monkeypatch.setattr("modeling_nlq.training.comparison.estimate.seconds_of_step", lambda *_: 1.0)
+        primary = {"contrasts": MAIN_EFFECTS, "margin": 1.0}
+        plan = load_plan(make(models=dict.fromkeys(CELLS), primary=primary))
+        lines = [line for line in describe_estimate(plan) if line.startswith("primary test")]
+        noise, critical = math.sqrt(0.1), stats.t.isf(0.05 / 6, 4)
+        value = brentq(lambda size: stats.nct.sf(critical, 4, size / noise) - 0.8, 0, 10)
+        floor = 1 / noise / (stats.t.isf(0.05 / 3, 4) + stats.t.isf(0.1, 4))
+        assert len(lines) == 9
+        for name, (what, found, equivalent) in zip(FACTORS, zip(*[iter(lines)] * 3), strict=True):
+            assert what.startswith(f"primary test {name}: contrast of losses, -0.25 base ")
+            assert what.endswith("; first, at 5 % corrected for 3 primary tests by Holm's method")
+            assert found == (
+                f"primary test {name}: smallest value found with probability 80 %: {value:.2g} times the noise floor"
+            )
+            assert equivalent.endswith(f"noise floor is at most {floor:.2g} %")
+
     def test_no_test(self, make, tmp_path):
         plan = load_plan(make(primary=GOOD, seeds=[0]))
         outcome = run_comparison(plan, tmp_path, PlantedEngine(planted))
-        assert outcome.primary.test.note == "good, (single): too few seeds: no verdict"
+        assert outcome.primary[0].test.note == "good, (single): too few seeds: no verdict"
         losses = {name: {"x": {seed: 1.0, 9: 2.0}, "y": {seed: 2.0, 9: 2.5}} for name, seed in (("a", 0), ("b", 1))}
         analyses = {name: analyse(of_models, "x") for name, of_models in losses.items()}
         (found,) = analyse_interactions(losses, analyses)
@@ -291,9 +361,14 @@ def condition(**fields) -> dict:
         (condition(optimizer="sgd"), "optimizer='sgd' must be 'adamw' or 'muon'"),
         (condition(parts={"a.py": ""}), "condition 'b': unknown field 'parts'"),
         (condition(models={"x": {}}), "condition 'b': models: unknown field 'x'"),
-        ({"primary": {}}, "primary holds no test; here it must be one contrast"),
-        ({"primary": {"trend": "good"}}, "primary holds trend; here it must be one contrast"),
+        ({"primary": {}}, "primary holds no test; here it must be one of contrast, contrasts"),
+        ({"primary": {"trend": "good"}}, "primary holds trend; here it must be one of contrast, contrasts"),
         ({"primary": {"contrast": {"good": 1}}}, "contrast={'good': 1.0} must have weights that sum to 0"),
+        ({"primary": {"contrasts": {}}}, "primary: contrasts holds nothing"),
+        ({"primary": {**GOOD, "contrasts": {"a": {}}}}, "holds contrast and contrasts; here it must be one of"),
+        ({"primary": {"contrasts": {"a": {"good": 1}}}}, "contrasts: a={'good': 1.0} must have weights that sum to 0"),
+        ({"primary": {"contrasts": {"a": {"x": 1}}}}, "primary: contrasts: a: unknown field 'x'"),
+        ({"primary": {"contrasts": {"a": 1}}}, "primary: contrasts: a must hold fields and values, not 1"),
         ({"primary": {"contrast": {"x": 1, "base": -1}}}, "primary: contrast: unknown field 'x'"),
         ({"primary": {"trend": "base"}, **LADDER}, "primary: trend: base must be one model besides the baseline"),
         ({"primary": {"interaction": {"good": ["a"]}}, **CROSSED}, "interaction: ['a'] must be two of adamw, muon"),

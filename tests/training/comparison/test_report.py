@@ -20,6 +20,7 @@ from support.planted import PlantedEngine
 from support.runs import change_json
 
 from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
 from modeling_nlq.training.comparison.inference import analyse, smallest_difference
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
@@ -28,6 +29,7 @@ from modeling_nlq.training.comparison.results import (
     Outcome,
     RunOutcome,
     ScaleOutcome,
+    conclude,
     judge,
     read_outcome,
     trend_of,
@@ -450,12 +452,30 @@ def check_later(now: dict, then: dict) -> None:
     ids=lambda path: path.parent.name,
 )
 def test_published_results_are_what_their_runs_say(file, tmp_path):
-    outcome = read_outcome(file)
-    for found in outcome.scales.values():
+    check_published(file, tmp_path)
+
+
+@pytest.mark.parametrize("primary", [{"contrasts": {"a": {"good": 1, "base": -1}}}, {"trend": "good"}])
+def test_published_primary_tests_are_what_their_runs_say(report, tmp_path, primary):
+    """All other tests are corrected together, so no scale has its statistics alone."""
+    file = report(**LISTED, primary=primary, **({"scales": SCALES} if "trend" in primary else {})) / "results.json"
+    check_published(file, tmp_path)
+    content = json.loads(file.read_text())
+    content["primary"][0]["test"]["value"] += 0.1
+    file.write_text(json.dumps(content))
+    with pytest.raises(AssertionError):
+        check_published(file, tmp_path)
+
+
+def check_published(file: Path, folder: Path) -> None:
+    """Recomputes the statistics and the report of a folder of results."""
+    outcome, again = read_outcome(file), {}
+    for name, found in outcome.scales.items():
         statistics, interim, share = judge(found.models, found.baseline, found.seeds, found.comparison.get("stop"))
+        again[name] = dataclasses.replace(found, statistics=statistics)
         if found.statistics.counts_text is None:  # p counts the text now, and the interval did
             check_later(rounded(statistics), rounded(found.statistics))
-        else:
+        elif not outcome.primary:  # else all tests are corrected together, below
             assert rounded(statistics) == rounded(found.statistics)
         for name, looks in (interim or {}).items():
             for now, then in zip(looks, found.interim[name], strict=True):
@@ -463,11 +483,16 @@ def test_published_results_are_what_their_runs_say(file, tmp_path):
         assert (interim is None, share) == (found.interim is None, pytest.approx(found.noise_from_text))
         runs = [run for model in found.models.values() for run in [*model.tried, *model.runs]]
         assert found.tokens_per_run == max(run.result.data.tokens_seen for run in runs)
-    if outcome.trend:
+    if outcome.primary:
+        again = conclude(
+            dataclasses.replace(outcome, scales=again), ComparisonConfig.read(outcome.comparison, file.name)
+        )
+        assert rounded(again) == rounded(outcome)
+    elif outcome.trend:
         assert rounded(trend_of(outcome.scales)) == rounded(outcome.trend)
-    write_report(outcome, tmp_path)
-    assert (file.parent / "results.md").read_text() == (tmp_path / "results.md").read_text()
-    published, drawn = ({path.name for path in (folder / "figures").iterdir()} for folder in (file.parent, tmp_path))
+    write_report(outcome, folder)
+    assert (file.parent / "results.md").read_text() == (folder / "results.md").read_text()
+    published, drawn = ({path.name for path in (each / "figures").iterdir()} for each in (file.parent, folder))
     assert published == drawn
 
 
