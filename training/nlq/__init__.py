@@ -261,6 +261,25 @@ def compare(
         _say(f"\n{describe(results)}\n\nreport: {folder}/report.html")
 
 
+@_command("Train and compare", "comparison.pooling")
+def pool(
+    sources: list[str] = _argument("Results folder of nlq compare, or a published one.", metavar="FOLDER_OR_NAME..."),
+    model: list[str] = _option("The model, where a comparison has several; may be repeated for other names.", []),
+    scale: list[str] = _option("Take only this scale or condition; may be repeated.", []),
+    output_dir: str | None = _option("Results folder; by default runs/pool-MODEL."),
+) -> None:
+    """Pool measurements of the same change, with other seeds, by other people or at other sizes.
+
+    Prints every study, and what they show together: one analysis, a difference, or a random-effects model.
+    """
+    from modeling_nlq.training.comparison.pooling import describe_pooled, pool_and_report
+    from modeling_nlq.training.disk import results_folder
+
+    folder = None if output_dir is None else results_folder(output_dir)
+    pooled, folder = pool_and_report(sources, model, scale, folder)
+    _say(*describe_pooled(pooled), "", f"report: {folder}/report.html")
+
+
 def _describe_evaluation(evaluation, kind: str = "") -> str:
     is_masked = evaluation.pseudo_perplexity is not None
     if evaluation.perplexity is None and not is_masked:
