@@ -23,6 +23,7 @@ from ...configuration import find, names
 from ..disk import add_to_manifest, write_text
 from ..files import RESULTS_FILE, check_keys, differences, flatten, is_nonempty, merged, read_json
 from ..run.recipe import without_defaults
+from ..text import count
 from ..values import Value, to_json
 from .config import read_made_from, with_sections
 from .figures import draw_intervals, figure_section
@@ -176,9 +177,8 @@ def pooled_lines(published: Ledger, own: Ledger) -> list[str]:
                 lines += [f"{label}: {sentence}" for sentence in sentences(pooled)]
     for (label, study), p in zip(effects.items(), holm(study.effect.p for study in effects.values())):
         verdict = verdict_of(replace(study.effect, holm_p=p), len(effects), ALPHA)
-        lines.append(
-            f"{label}: {_improvement(study)} % over {study.effect.pairs} seeds, Holm {_equation(p)}: {verdict}"
-        )
+        seeds = count(study.effect.pairs, "seed")
+        lines.append(f"{label}: {_improvement(study)} % over {seeds}, Holm {_equation(p)}: {verdict}")
     return lines
 
 
@@ -235,9 +235,7 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
     rows = [row for row in ledger.verdicts if row.model in chosen and (not scales or place_of(row) in scales)]
     if len(chosen) != 1 or not rows:
         places = in_line(list(dict.fromkeys(map(place_of, ledger.verdicts))))
-        raise ValueError(
-            f"{name}: --model must name one of {in_line(measured)}, and --scale, if given, some of {places}"
-        )
+        raise ValueError(f"{name}: --model must name one of {in_line(measured)}, and --scale, if given, of {places}")
     file, sources = replace(config.without_seeds(), name=None).to_dict(), []
     for row in rows:
         place, both = place_of(row), (row.model, row.baseline)
@@ -277,43 +275,30 @@ def _check_independent(first: _Source, second: _Source) -> None:
     if first.name == second.name and "scales" in first.file:
         return  # as in a trend
     both, is_same_file = f"{first.label} and {second.label}", first.repeats(second)
-    runs, seeds = (
-        [{key(run) for run in source.runs} for source in (first, second)]
-        for key in (
-            lambda run: (run.seed, run.data, run.token_stream, run.test_loss),
-            lambda run: (run.seed, is_same_file or run.token_stream),
-        )
-    )
-    if same := sorted({run[0] for run in runs[0] & runs[1]}):
+    runs = [{(run.seed, run.data, run.token_stream, run.test_loss) for run in each.runs} for each in (first, second)]
+    seeds = [{(run.seed, is_same_file or run.token_stream) for run in each.runs} for each in (first, second)]
+    if same := sorted({seed for seed, *_ in runs[0] & runs[1]}):
         raise ValueError(f"{both} share runs, of the seeds {', '.join(map(str, same))}")
-    if same := sorted({run[0] for run in seeds[0] & seeds[1]}):
+    if same := sorted({seed for seed, _ in seeds[0] & seeds[1]}):
         raise ValueError(f"{both} share the seeds {', '.join(map(str, same))} on the same tokens: not independent")
 
 
 def _check_same(first: _Source, second: _Source) -> None:
-    for what, wanted, given in (
-        ("baselines", first.baseline, second.baseline),
-        ("changes", first.change, second.change),
-    ):
-        different = sorted(key for key in wanted.keys() | given.keys() if wanted.get(key) != given.get(key))
-        if different:
-            values = [f"{key} ({reprlib.repr(wanted.get(key))}, {reprlib.repr(given.get(key))})" for key in different]
-            raise ValueError(
-                f"{first.label} and {second.label}: the {what} differ in {', '.join(values)}; "
-                "only sizes, length, optimizer and text may differ"
-            )
+    both, allowed = f"{first.label} and {second.label}", "only size, length, optimizer and text may differ"
+    pairs = {"baselines": (first.baseline, second.baseline), "changes": (first.change, second.change)}
+    for what, (one, other) in pairs.items():
+        if different := sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key)):
+            values = (f"{key} ({reprlib.repr(one.get(key))}, {reprlib.repr(other.get(key))})" for key in different)
+            raise ValueError(f"{both}: the {what} differ in {', '.join(values)}; {allowed}")
 
 
 def _study(group: Sequence[_Source]) -> Study:
     row, label = group[0].row, " + ".join(source.label for source in group)
-    runs = [run for source in group for run in source.runs]
-    losses, parts = (
-        {
-            name: {run.seed: getattr(run, field) for run in runs if run.model == name}
-            for name in (row.baseline, row.model)
-        }
-        for field in ("test_loss", "test_loss_parts")
-    )
+    losses: dict[str, dict[int, float | None]] = {row.baseline: {}, row.model: {}}
+    parts: dict[str, dict[int, list[float] | None]] = {row.baseline: {}, row.model: {}}
+    for run in itertools.chain(*(source.runs for source in group)):
+        losses[run.model][run.seed] = run.test_loss
+        parts[run.model][run.seed] = run.test_loss_parts
     effect = analyse(losses, row.baseline, parts=parts).effects[row.model]
     if effect.p is None:
         raise ValueError(f"{label}: {row.model}: {effect.verdict}")
@@ -352,10 +337,11 @@ def sentences(pooled: Pooled) -> list[str]:
     value = f"{with_interval(summary.value, summary.interval, '+.2f')} %, {_equation(summary.p)}"
     if summary.prediction is None:
         return [f"The two differ by {value}. A pooled improvement needs three studies."]
+    spread, further = f"I² = {summary.i2:.0f} %, tau = {summary.tau:.2g} %", summary.prediction
     return [
         f"Pooled improvement of {len(pooled.studies)} studies, random effects: {value}.",
-        f"Heterogeneity: Q = {summary.q:.3g}, {_equation(summary.q_p)}, I² = {summary.i2:.0f} %, tau = {summary.tau:.2g} %.",
-        f"One more study has a true improvement in [{', '.join(f'{end:+.2f}' for end in summary.prediction)}] % (95 %).",
+        f"Heterogeneity: Q = {summary.q:.3g}, {_equation(summary.q_p)}, {spread}.",
+        f"True improvement in one more study: [{further[0]:+.2f}, {further[1]:+.2f}] % (95 % prediction interval).",
         *([_SHARED_TEXT] if pooled.shares_text else []),
     ]
 

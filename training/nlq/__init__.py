@@ -51,6 +51,9 @@ _TRUST_RECORD = _flag("Run the attention parts whose code the file itself holds,
 _TRUST_REMOTE_CODE = _flag("Run the code that lies beside a model of a type that Transformers does not know.")
 _MODEL = _argument("Folder or Hub name of a saved model.")
 _MODELS = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL...")
+_COMPARISONS = _argument("Results folder of nlq compare, or a published one.", metavar="FOLDER_OR_NAME...")
+_TESTED = _option("The model, where a comparison has several; may be repeated for other names.", [])
+_SCALES = _option("Take only this scale or condition; may be repeated.", [])
 _SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE")
 
 
@@ -263,9 +266,9 @@ def compare(
 
 @_command("Train and compare", "comparison.pooling")
 def pool(
-    sources: list[str] = _argument("Results folder of nlq compare, or a published one.", metavar="FOLDER_OR_NAME..."),
-    model: list[str] = _option("The model, where a comparison has several; may be repeated for other names.", []),
-    scale: list[str] = _option("Take only this scale or condition; may be repeated.", []),
+    sources: list[str] = _COMPARISONS,
+    model: list[str] = _TESTED,
+    scale: list[str] = _SCALES,
     output_dir: str | None = _option("Results folder; by default runs/pool-MODEL."),
 ) -> None:
     """Pool measurements of the same change, with other seeds, by other people or at other sizes.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib import rc_context, rcParamsDefault
 from matplotlib.figure import Figure
 
@@ -144,9 +143,11 @@ def _effect_rows(results: ScreeningOutcome) -> Rows:
 
 def draw_effects(results: ScreeningOutcome) -> Figure:
     effects = _sorted_effects(results)
-    what = f"improvement of {results.split} {results.runs.largest.objective.loss_name} (%), average over the other factors"
+    loss = f"{results.split} {results.runs.largest.objective.loss_name}"
     rows = [(name, effect.improvement, effect.improvement_interval) for name, effect in effects.items()]
-    return draw_intervals(f"{results.name}: main effects", what, rows)
+    return draw_intervals(
+        f"{results.name}: main effects", f"improvement of {loss} (%), average over the other factors", rows
+    )
 
 
 def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section]:
