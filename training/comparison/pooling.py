@@ -38,7 +38,7 @@ from .trend import add
 
 
 # Studies of one change may differ in these. A change says only whether it makes them larger
-_SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "base_sizes"}
+_SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
 _SIZES |= {"intermediate_size", "vocab_size", "max_position_embeddings"}
 # Of a recipe, what their baselines have in common
 _COMMON = {"model", "switches", "parts", "objective", "trainable", "lora", "parametrization", "initializer_scale"}
@@ -249,7 +249,8 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
         model, baseline = (_settings(with_sections(recipe, at_place.models[each], name)) for each in both)
         change = {key: model.get(key) for key in model.keys() | baseline.keys() if model.get(key) != baseline.get(key)}
         for key in filter(_is_size, change):
-            change[key] = "larger" if (change[key] or 0) > (baseline.get(key) or 0) else "smaller"
+            sizes = [value if isinstance(value := each.get(key), int) else 0 for each in (model, baseline)]
+            change[key] = "larger" if sizes[0] > sizes[1] else "smaller"
         change["match"] = at_place.models[row.model].match or config.match
         common = {key: baseline[key] for key in baseline if key.partition(".")[0] in _COMMON and not _is_size(key)}
         runs = [run for run in ledger.runs if run.is_reported and run.model in both and place_of(run) == place]

@@ -145,9 +145,8 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
     effects = _sorted_effects(results)
     loss = f"{results.split} {results.runs.largest.objective.loss_name}"
     rows = [(name, effect.improvement, effect.improvement_interval) for name, effect in effects.items()]
-    return draw_intervals(
-        f"{results.name}: main effects", f"improvement of {loss} (%), average over the other factors", rows
-    )
+    what = f"improvement of {loss} (%), average over the other factors"
+    return draw_intervals(f"{results.name}: main effects", what, rows)
 
 
 def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section]:
