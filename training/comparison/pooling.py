@@ -1,8 +1,8 @@
 """Pools measurements of the same change: by other people, with other seeds, on another text or at another size.
 
-Where file and text are the same, all paired seeds are one analysis. Two other studies have a difference, and three or
-more a random-effects model, in which true improvements vary from study to study. Studies are taken as independent.
-Improvements are in percent of the baseline's loss.
+Sources with the same file and text are analysed as one study, with the seeds of all. Two studies are compared. Three or
+more are combined by a random-effects model: true improvements may vary from study to study. Studies count as
+independent. Improvements are in percent of the baseline's loss.
 """
 
 import itertools
@@ -40,7 +40,7 @@ from .trend import add
 # Studies of one change may differ in these. A change says only whether it makes them larger
 _SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
 _SIZES |= {"intermediate_size", "vocab_size", "max_position_embeddings"}
-# Of a recipe, what their baselines have in common
+# The fields of a recipe that their baselines share
 _COMMON = {"model", "switches", "parts", "objective", "trainable", "lora", "parametrization", "initializer_scale"}
 _SHARED_TEXT = "Studies share a test text, and the interval takes their noise from it as independent."
 
@@ -80,7 +80,7 @@ class Summary(Value):
 
 @dataclass(frozen=True)
 class Pooled(Value):
-    """The content of `results.json`. A single study is the analysis of all seeds, and has no summary."""
+    """The content of `results.json`; `summary` is `None` if all sources are one study."""
 
     studies: list[Study]
     summary: Summary | None
@@ -120,7 +120,7 @@ def pool(ledgers: Mapping[str, Ledger], models: Collection[str] = (), scales: Co
         scales: of the scales and conditions, only these.
 
     Raises:
-        ValueError: if sources share runs or seeds, measure different changes, or have no result.
+        ValueError: if sources share runs or seeds, measure different changes, or lack a verdict.
         ImportError: for three studies without statsmodels.
     """
     sources = [each for name, ledger in ledgers.items() for each in _sources_in(name, ledger, models, scales)]
@@ -161,7 +161,7 @@ def pool_and_report(
 def pooled_lines(published: Ledger, own: Ledger) -> list[str]:
     """Returns a line for each model and scale of a comparison and its repetition, with the seeds of both.
 
-    With the same text they are one analysis, and Holm's method corrects all of these.
+    Holm's method corrects the p-values of all pairs that are analysed as one study.
     """
     effects, lines = {}, []
     for row in published.verdicts:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -52,25 +52,12 @@ def draw(seed, index, stream, mean, noise):
     return (mean + noise * np.random.default_rng([seed, index, *stream.encode()]).normal(size=5)).tolist()
 
 
-UNKNOWN = dict.fromkeys(("scale", "condition"))
-RUN = RunRow(
-    **UNKNOWN,
-    **dict.fromkeys(("train_loss", "validation_loss", "test_loss", "test_loss_parts")),
-    **dict.fromkeys(("seconds", "threads", "data", "code")),
-    **dict.fromkeys(("parameters", "non_embedding", "tokens", "seed"), 8),
-    **dict.fromkeys(("model", "device", "token_stream"), ""),
-    **dict.fromkeys(("point", "versions"), "{}"),
-    is_reported=True,
-    learning_rate=0.01,
-)
-VERDICT = VerdictRow(
-    **UNKNOWN,
-    **dict.fromkeys(("improvement", "low", "high", "p", "noise", "time_ratio")),
-    **dict.fromkeys(("change", "baseline_change"), "{}"),
-    **dict.fromkeys(("non_embedding", "tokens", "seeds", "family"), 8),
-    **dict.fromkeys(("model", "optimizer", "version", "verdict"), ""),
-    baseline="base",
-)
+def blank(kind):
+    """Returns a row of zeros, empty texts and `None`."""
+    return kind(**{each.name: None if "None" in str(each.type) else each.type() for each in fields(kind)})
+
+
+RUN, VERDICT = replace(blank(RunRow), is_reported=True), replace(blank(VerdictRow), baseline="base")
 
 
 def reference(values, errors):
@@ -118,10 +105,9 @@ def test_interval_is_never_narrower_than_the_plain_one(studies):
 def test_parts_of_one_comparison_equal_the_whole():
     whole = make_ledger(range(7))
     pooled = pool({"a": make_ledger(range(3)), "b": make_ledger(range(3, 4)), "c": make_ledger(range(4, 7))})
-    fields = ("test_loss", "test_loss_parts")
     losses, parts = (
         {name: {run.seed: getattr(run, field) for run in whole.runs if run.model == name} for name in ("base", "new")}
-        for field in fields
+        for field in ("test_loss", "test_loss_parts")
     )
     analysis = analyse(losses, "base", parts=parts)
     assert analysis.counts_text and pooled.summary is None
