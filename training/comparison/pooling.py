@@ -1,7 +1,7 @@
 """Pools measurements of the same change: by other people, with other seeds, on another text or at another size.
 
-Sources with the same file and text are analysed as one study, with the seeds of all. Two studies are compared. Three or
-more are combined by a random-effects model: true improvements may vary from study to study. Studies count as
+Sources with the same file and text are analysed as one study, with the seeds of all. Two studies are compared. Three
+or more are combined by a random-effects model: true improvements may vary from study to study. Studies count as
 independent. Improvements are in percent of the baseline's loss.
 """
 
