@@ -16,7 +16,7 @@ import pyarrow.parquet
 from huggingface_hub import snapshot_download
 
 from ..disk import open_file, resolve_user_path
-from ..files import COMPARISON_FILE, RESULTS_FILE, read_yaml
+from ..files import COMPARISON_FILE, RESULTS_FILE, RUNS_FILE, VERDICTS_FILE, read_yaml
 from ..values import Value, from_json
 from .results import ModelOutcome, Outcome, RunOutcome, ScaleOutcome, read_outcome
 from .sections import SINGLE
@@ -87,8 +87,6 @@ class VerdictRow(Value):
     version: str
 
 
-# The files of a published comparison
-TABLES = {"runs.parquet": RunRow, "verdicts.parquet": VerdictRow}
 _MOST_ROWS = 100_000
 
 
@@ -204,15 +202,19 @@ def read_ledger(source: str) -> Ledger:
     if not folder.exists():
         if source.count("/") != 1:
             raise ValueError(f"{source!r} must be a folder, or a data set on the Hub, owner/name")
-        patterns = [COMPARISON_FILE, *TABLES]
+        patterns = [COMPARISON_FILE, RUNS_FILE, VERDICTS_FILE]
         folder = Path(snapshot_download(source, repo_type="dataset", allow_patterns=patterns))
     if (folder / RESULTS_FILE).exists():
         return ledger_of(read_outcome(folder / RESULTS_FILE))
-    return Ledger(*(_read_table(folder / name) for name in TABLES), read_yaml(folder / COMPARISON_FILE))
+    return Ledger(
+        runs=read_table(RunRow, folder / RUNS_FILE),
+        verdicts=read_table(VerdictRow, folder / VERDICTS_FILE),
+        comparison=read_yaml(folder / COMPARISON_FILE),
+    )
 
 
-def _read_table(file: Path) -> list[Any]:
-    kind = TABLES[file.name]
+def read_table(kind: type[Value], file: Path) -> list[Any]:
+    """Reads a table that somebody else may have written."""
     with open_file(file) as opened:
         try:
             table = pyarrow.parquet.ParquetFile(opened)
