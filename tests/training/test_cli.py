@@ -107,8 +107,8 @@ def test_imports_no_more_than_it_needs(code, absent):
 
 
 def test_help_in_groups(capsys):
-    groups = {"Try an idea": "new check", "Train and compare": "train compare", "Convert and share": "convert publish"}
-    groups |= {"Use and measure": "generate evaluate explore params", "Set up": "build"}
+    groups = {"Try an idea": "new check", "Train and compare": "train compare pool", "Set up": "build"}
+    groups |= {"Use and measure": "generate evaluate explore params", "Convert and share": "convert publish"}
     assert main(["--help"]) == 0
     for group, text in re.findall(r"─ (\w+(?: \w+)+) ─.*\n([^╰]*)", capsys.readouterr().out):
         assert re.findall(r"^│ (\w+)", text, flags=re.MULTILINE) == groups.pop(group).split()

@@ -231,6 +231,23 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
     return _add_legend(figure, outcome, [Line2D([], [], label="a run diverged", linestyle="none", **_CROSS)])
 
 
+def draw_intervals(title: str, what: str, rows: Sequence[tuple[str, float, Interval]], summaries: int = 0) -> Figure:
+    """Draws numbers with their intervals, one below the other; the last are `summaries` of those above."""
+    figure = Figure(figsize=(8, 1.2 + 0.45 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0.0, color=BASELINE["color"], linewidth=1)
+    for line, (_, value, (low, high)) in enumerate(rows):
+        is_summary = line >= len(rows) - summaries
+        style = {"fmt": "D", "color": BASELINE["color"]} if is_summary else {"fmt": "o", "color": _COLOURS[0]}
+        axes.errorbar(value, line, xerr=[[max(value - low, 0)], [max(high - value, 0)]], capsize=3, **style)
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows], parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{what}; right is better")
+    axes.set_title(title, parse_math=False)
+    axes.grid(axis="x", alpha=0.25)
+    return figure
+
+
 def _draw_bowls_at(axes: Axes, results: ScaleOutcome) -> None:
     means, rates = [], set()
     for name, style in _model_styles(results).items():

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
+from huggingface_hub import snapshot_download
 
+from ..disk import open_file, resolve_user_path
+from ..files import COMPARISON_FILE, RESULTS_FILE, RUNS_FILE, VERDICTS_FILE, read_yaml
 from ..values import Value, from_json
-from .results import ModelOutcome, Outcome, RunOutcome, ScaleOutcome
+from .results import ModelOutcome, Outcome, RunOutcome, ScaleOutcome, read_outcome
 from .sections import SINGLE
 
 
@@ -83,17 +87,26 @@ class VerdictRow(Value):
     version: str
 
 
+_MOST_ROWS = 100_000
+
+
 @dataclass(frozen=True)
 class Ledger:
-    """The two tables of a comparison."""
+    """The two tables of a comparison, and its file."""
 
     runs: list[RunRow] = field(default_factory=list)
     verdicts: list[VerdictRow] = field(default_factory=list)
+    comparison: dict[str, Any] = field(default_factory=dict)
+
+
+def place_of(row: RunRow | VerdictRow) -> str:
+    """Returns the scale or condition of a row, as `ComparisonConfig.scale_configs` names it."""
+    return row.scale or row.condition or SINGLE
 
 
 def ledger_of(outcome: Outcome) -> Ledger:
     """Returns the tables of a finished comparison."""
-    ledger = Ledger()
+    ledger = Ledger(comparison=outcome.comparison)
     for name, scale in outcome.scales.items():
         place = {"scale": None, "condition": None}
         if outcome.axis is not None and name != SINGLE:
@@ -177,6 +190,44 @@ def features_of(kind: type[Value]) -> datasets.Features:
 
 def write_table(rows: list[RunRow] | list[VerdictRow], kind: type[Value], file: Path) -> None:
     datasets.Dataset.from_list([asdict(row) for row in rows], features=features_of(kind)).to_parquet(file)
+
+
+def read_ledger(source: str) -> Ledger:
+    """Reads the results folder of a comparison, or a published one: a folder, or a data set `owner/name` on the Hub.
+
+    A path on this machine comes first. Raises `ValueError` for a damaged file, or a table with other columns or too
+    many rows.
+    """
+    folder = resolve_user_path(source)
+    if not folder.exists():
+        if source.count("/") != 1:
+            raise ValueError(f"{source!r} must be a folder, or a data set on the Hub, owner/name")
+        patterns = [COMPARISON_FILE, RUNS_FILE, VERDICTS_FILE]
+        folder = Path(snapshot_download(source, repo_type="dataset", allow_patterns=patterns))
+    if (folder / RESULTS_FILE).exists():
+        return ledger_of(read_outcome(folder / RESULTS_FILE))
+    return Ledger(
+        runs=read_table(RunRow, folder / RUNS_FILE),
+        verdicts=read_table(VerdictRow, folder / VERDICTS_FILE),
+        comparison=read_yaml(folder / COMPARISON_FILE),
+    )
+
+
+def read_table(kind: type[Value], file: Path) -> list[Any]:
+    """Reads a table that somebody else may have written."""
+    with open_file(file) as opened:
+        try:
+            table = pyarrow.parquet.ParquetFile(opened)
+            is_expected = table.schema_arrow.equals(features_of(kind).arrow_schema)
+            rows = table.metadata.num_rows
+            if is_expected and rows <= _MOST_ROWS:
+                return read_rows(kind, table.read().to_pylist(), str(file))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
+    if is_expected:
+        raise ValueError(f"{file} holds {rows:,} rows, and at most {_MOST_ROWS:,} are read")
+    columns = ", ".join(item.name for item in fields(kind))
+    raise ValueError(f"{file} holds other columns or types than those of a published comparison, {columns}")
 
 
 def read_rows(kind: type[Value], rows: list[dict[str, Any]], source: str) -> list[Any]:

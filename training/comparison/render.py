@@ -14,7 +14,7 @@ from ..text import Markdown, plain, printable
 
 # Columns of words, aligned at the left; numbers are aligned at the right
 _WORDS = ("factor", "interactions", "survives", "model", "condition", "conditions", "task", "metric", "verdict")
-_WORDS += ("learning rate", "kind", "outcome")
+_WORDS += ("learning rate", "kind", "outcome", "study", "optimizer")
 
 Rows = list[dict[str, str]]
 

@@ -176,12 +176,9 @@ def judge_slope(trend: ModelTrend, holm_p: float) -> tuple[TrendVerdict, str]:
 
 
 def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estimate | None:
-    """Adds the means of several scales, each with the noise of its own seeds.
+    """Adds the means of several scales, each with the noise of its own seeds, as `add` does.
 
-    The sum of `mean(z_s)` has the variance V = sum v_s, v_s = var(z_s) / n_s, with n_s seeds at scale s. Welch (1947)
-    and Satterthwaite (1946) give it V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom, too many with few seeds. So the
-    mean of this number and the smallest n_s - 1 is used (Banerjee 1960). A test of a single scale is Student's.
-    Returns `None` if a scale has a single seed.
+    The mean of z_s over n_s seeds has the variance var(z_s) / n_s. Returns `None` if a scale has a single seed.
 
     Args:
         parts: z_s, a value for each seed, with the weight of the scale.
@@ -189,11 +186,22 @@ def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
     """
     if any(len(part) < 2 for part in parts):
         return None
-    total = float(sum(part.mean() for part in parts)) if value is None else value
-    noisy = [part for part in parts if np.ptp(part) > ROUNDING]
+    errors = [part.std(ddof=1) / math.sqrt(len(part)) if np.ptp(part) > ROUNDING else 0.0 for part in parts]
+    means = [Estimate(float(part.mean()), float(error), len(part) - 1) for part, error in zip(parts, errors)]
+    return add(means) if value is None else replace(add(means), value=value)
+
+
+def add(estimates: Sequence[Estimate]) -> Estimate:
+    """Adds independent numbers.
+
+    Welch (1947) and Satterthwaite (1946) give the variance V = sum v_s V^2 / sum(v_s^2 / f_s) degrees of freedom, too
+    many where f_s are few. So the mean of this number and the smallest f_s is used (Banerjee 1960). A test of a single
+    number is Student's.
+    """
+    total, noisy = sum(each.value for each in estimates), [each for each in estimates if each.standard_error]
     if not noisy:
         return Estimate(total, 0.0, math.inf)
-    variances, freedoms = np.array([(part.var(ddof=1) / len(part), len(part) - 1) for part in noisy]).T
+    variances, freedoms = np.array([(each.standard_error**2, each.degrees_of_freedom) for each in noisy]).T
     satterthwaite = variances.sum() ** 2 / (variances**2 / freedoms).sum()
     return Estimate(total, math.sqrt(variances.sum()), float(satterthwaite + freedoms.min()) / 2)
 

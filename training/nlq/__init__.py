@@ -51,6 +51,9 @@ _TRUST_RECORD = _flag("Run the attention parts whose code the file itself holds,
 _TRUST_REMOTE_CODE = _flag("Run the code that lies beside a model of a type that Transformers does not know.")
 _MODEL = _argument("Folder or Hub name of a saved model.")
 _MODELS = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL...")
+_COMPARISONS = _argument("Results folder of nlq compare, or a published one.", metavar="FOLDER_OR_NAME...")
+_TESTED = _option("The model, where a comparison has several; may be repeated for other names.", [])
+_SCALES = _option("Take only this scale or condition; may be repeated.", [])
 _SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE")
 
 
@@ -259,6 +262,25 @@ def compare(
     results = run_and_report(plan, folder, made)
     if is_main_process():
         _say(f"\n{describe(results)}\n\nreport: {folder}/report.html")
+
+
+@_command("Train and compare", "comparison.pooling")
+def pool(
+    sources: list[str] = _COMPARISONS,
+    model: list[str] = _TESTED,
+    scale: list[str] = _SCALES,
+    output_dir: str | None = _option("Results folder; by default runs/pool-MODEL."),
+) -> None:
+    """Pool measurements of the same change, with other seeds, by other people or at other sizes.
+
+    Prints every study, and what they show together: one analysis, a difference, or a random-effects model.
+    """
+    from modeling_nlq.training.comparison.pooling import describe_pooled, pool_and_report
+    from modeling_nlq.training.disk import results_folder
+
+    folder = None if output_dir is None else results_folder(output_dir)
+    pooled, folder = pool_and_report(sources, model, scale, folder)
+    _say(*describe_pooled(pooled), "", f"report: {folder}/report.html")
 
 
 def _describe_evaluation(evaluation, kind: str = "") -> str:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib import rc_context, rcParamsDefault
 from matplotlib.figure import Figure
 
-from ..comparison.figures import BASELINE, figure_section
+from ..comparison.figures import draw_intervals, figure_section
 from ..comparison.render import Rows, Section, bullets, warning, write_sections
 from ..comparison.report import PROTOCOL, describe, table_lines, verdicts
 from ..comparison.results import VERSION, Outcome
@@ -144,21 +143,10 @@ def _effect_rows(results: ScreeningOutcome) -> Rows:
 
 def draw_effects(results: ScreeningOutcome) -> Figure:
     effects = _sorted_effects(results)
-    figure = Figure(figsize=(8, 1.2 + 0.45 * len(effects)), layout="constrained")
-    axes = figure.subplots()
-    middles = np.array([effect.improvement for effect in effects.values()])
-    ends = np.array([effect.improvement_interval for effect in effects.values()]).T
-    axes.axvline(0.0, color=BASELINE["color"], linewidth=1)
-    axes.errorbar(middles, range(len(effects)), xerr=np.abs(ends - middles), fmt="o", color="#0072B2", capsize=3)
-    axes.set_yticks(range(len(effects)), effects)
-    axes.invert_yaxis()
-    axes.set_xlabel(
-        f"improvement of {results.split} {results.runs.largest.objective.loss_name} (%), average over the other "
-        "factors; right is better"
-    )
-    axes.set_title(f"{results.name}: main effects", parse_math=False)
-    axes.grid(axis="x", alpha=0.25)
-    return figure
+    loss = f"{results.split} {results.runs.largest.objective.loss_name}"
+    rows = [(name, effect.improvement, effect.improvement_interval) for name, effect in effects.items()]
+    what = f"improvement of {loss} (%), average over the other factors"
+    return draw_intervals(f"{results.name}: main effects", what, rows)
 
 
 def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section]:
