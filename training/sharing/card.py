@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITC
 from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format, is_built_in
 from ..result import RunResult
 from ..size import ModelKind, Size, context_of, kind_of, parts_in, positions_of
-from ..text import code, plain, printable
+from ..text import Markdown, code, plain, printable
 from .scrub import without_folders
 
 
@@ -112,6 +113,7 @@ def render(
         template_path=str(TEMPLATE),
         code=code,
         plain=plain,
+        linked=_linked,
         quoted=lambda text: printable(json.dumps(text, ensure_ascii=False)),
         model_name=plain(name),
         location=location,
@@ -141,6 +143,11 @@ def render(
         has_plot=has_plot,
         comparison=comparison,
     )
+
+
+def _linked(text: str) -> Markdown:
+    """Returns `plain` text with links to its arXiv papers, by which the Hub finds the papers of a model."""
+    return Markdown(re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", plain(text)))
 
 
 def base_model_of(model: str | Path) -> str | None:

@@ -13,7 +13,7 @@ import yaml
 from support.markdown import html_in
 from support.publishing_cases import RUN_FILES, TOKENIZER, card_of
 
-from modeling_nlq import NLQForCausalLM
+from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.result import Attention, Data, Evaluation, Losses, RunResult
 from modeling_nlq.training.sharing.card import render
@@ -39,12 +39,14 @@ for repo in arguments:
 """
 
 
-def test_parts_are_named_with_their_source():
-    config = load_config("tiny-forget-gate")
-    assert (
-        "* `forget_gate`: `s_ij + sum" in (text := str(render("model", config, measure(config))))
-        and "2503.02130" in text
-    )
+def test_parts_are_named_with_links_to_their_papers():
+    """The Hub finds a paper by its whole address alone."""
+    config = NLQConfig(vocab_size=13, hidden_size=16, num_attention_heads=2, forget_gate="learned", qk_norm="l2")
+    text = str(render("model", config, measure(config)))
+    assert "* `forget_gate`: `s_ij + sum" in text
+    papers = re.findall(r"\[arXiv ([\d.]+)\]\(https://arxiv\.org/abs/\1\)", text)
+    assert {"2503.02130", "2010.04245", "2501.00656"} <= set(papers)
+    assert "arxiv.org/abs/2603.13381" in text and "arXiv " not in re.sub(r"\[arXiv [^]]*\]", "", text)
 
 
 @pytest.mark.parametrize("name", ["<img src=x>", "a\n```\n\n<b> ````", "` ![x](http://a.b/c) `"])
