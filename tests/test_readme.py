@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,17 @@ import torch
 import typer
 from support.client_cases import SIZES, make_tokenizer
 from support.hub_server import HubServer
+from support.own_parts import IDEAS
 from support.paths import REPOSITORY
 
-from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForMaskedLM, activations_nlq
+from modeling_nlq import (
+    ATTENTION_ACTIVATIONS,
+    NLQConfig,
+    NLQForCausalLM,
+    NLQForMaskedLM,
+    activations_nlq,
+    load_attention_parts,
+)
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 from modeling_nlq.training.run.recipe import read_overrides
@@ -36,11 +43,10 @@ def snippets(document: Path) -> list[str]:
 def test_snippets_run(run, tmp_path, monkeypatch):
     shutil.copytree(run[0], tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "snippets"}
+    names = {}
     for document, count in ((README, 2), (DOCUMENTS / "switches.md", 1), (DOCUMENTS / "training.md", 3)):
-        local = [snippet for snippet in snippets(document) if "you/" not in snippet]
-        assert len(local) == count
-        for snippet in local:
+        assert len(snippets(document)) == count
+        for snippet in snippets(document):
             exec(compile(snippet, document.name, "exec"), names)
     assert names["other"].config.attention_activation == "sigmoid" != names["model"].config.attention_activation
     assert (tmp_path / "shared" / "modeling_nlq.py").is_file()
@@ -108,18 +114,37 @@ PAGES = [*sorted(REPOSITORY.glob("[A-Z]*.md")), *sorted(DOCUMENTS.glob("*.md")),
 def test_a_new_python_block_needs_a_test_that_runs_it():
     """All are run: here, by test_python and test_checking, and by test_pages and test_peft of tests/clients."""
     assert ", ".join(f"{page.stem} {len(snippets(page))}" for page in PAGES if snippets(page)) == (
-        "README 2, adapters 3, attention 1, conversion 1, distributed 1, encoder_decoder 3, encoders 3, export 3, "
+        "README 2, adapters 3, attention 1, conversion 2, distributed 1, encoder_decoder 3, encoders 3, export 3, "
         "own_parts 4, python 7, serving 2, switches 1, training 3"
     )
 
 
-def test_hooks_of_own_parts_are_those_of_the_examples():
-    """The first snippet is a whole file, the others are methods of the examples."""
-    ideas = {path: path.read_text() for path in (REPOSITORY / "examples").glob("*.py")}
-    whole, *methods = snippets(DOCUMENTS / "own_parts.md")
-    assert whole in ideas.values()
-    for method in methods:
-        assert any(textwrap.indent(method, "    ") in text for text in ideas.values()), method
+def test_examples_of_own_parts_are_those_that_nlq_check_tests(tmp_path):
+    """They run as they stand, and `test_checking.py` tests the same files. The README has one without its formula."""
+    ideas = {name: path.read_text().partition('"""\n\n')[2] for name, path in IDEAS.items()}
+    blocks = snippets(DOCUMENTS / "own_parts.md")
+    assert len(blocks) == 4
+    for block in blocks:
+        name = re.search(r'name = "(\w+)"', block)[1]
+        assert block == ideas[name]
+        (tmp_path / f"my_{name}.py").write_text(block.replace(f'"{name}"', f'"my_{name}"'))
+        (part,) = load_attention_parts(tmp_path / f"my_{name}.py")
+        model = NLQForCausalLM(NLQConfig(**SIZES, attention_parts=[part.name]))
+        assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    shown = set(snippets(README)[0].splitlines()) - {"# my_idea.py"}
+    assert shown <= set(ideas["gate"].replace('"gate"', '"my_idea"').splitlines())
+    assert len(set(ideas["gate"].splitlines())) == len(shown) + 1
+
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+def test_the_readme_is_one_screen():
+    """Words as `wc` counts them; numbers also in code and links."""
+    text = README.read_text()
+    assert len(text.split()) <= 900 and len(_NUMBER.findall(text)) <= 25
+    findings = text.partition("## What we found")[2].partition("## ")[0]
+    assert len(findings.split()) <= 150 and len(_NUMBER.findall(findings)) <= 10
 
 
 def test_pages_stay_short():
