@@ -1,4 +1,4 @@
-"""The documents say what is so: snippets run as they stand, one after the other, and tables are the code's."""
+"""Snippets of the documents run as they stand, one after the other, and tables are those in the code."""
 
 import json
 import os
@@ -140,7 +140,7 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 def test_the_readme_is_one_screen():
-    """Words as `wc` counts them; numbers also in code and links."""
+    """Counts words as `wc` does, and numbers also in code and links."""
     text = README.read_text()
     assert len(text.split()) <= 900 and len(_NUMBER.findall(text)) <= 25
     findings = text.partition("## What we found")[2].partition("## ")[0]
@@ -152,7 +152,7 @@ def test_pages_stay_short():
 
 
 def headings(document: Path) -> set[str]:
-    """The names by which links reach the headings of a document, as GitHub makes them."""
+    """Returns the names that GitHub gives to the headings of a document."""
     titles = re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)
     titles = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in titles]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -187,7 +187,7 @@ def test_tables_are_those_of_the_code():
         assert re.search(rf"^\| .*\| `{name}", parts, flags=re.MULTILINE), name
     dropout = {True: "yes", False: "an error"}
     weights = {"returned": "yes", "omitted": "`None`, with a warning", "refused": "an error"}
-    # By what stands in the first column
+    # A row is found by its first column
     lines = {line.partition(" | ")[0]: line for line in attention.splitlines()}
     for name, backend in ATTENTION_BACKENDS.items():
         shown = "`flash_attention_2`, `_3`, `_4`" if name.startswith("flash") else f"`{name}`".replace("|", "\\|")
@@ -215,7 +215,7 @@ COMMANDS = [
     "page, line", COMMANDS, ids=[f"{page.stem}-{index}" for index, (page, _) in enumerate(COMMANDS)]
 )
 def test_commands_are_understood(page, line):
-    """Options exist, and fields are those of a recipe, of `TrainingArguments` or of the model."""
+    """Options exist, and a recipe, `TrainingArguments` or the model has the fields."""
     command, (name, *words) = typer.main.get_command(app), shlex.split(line.partition(" > ")[0], comments=True)[1:]
     context = command.commands[name].make_context(name, words, parent=command.make_context("nlq", [name]))
     assert read_overrides(context.args).get("switches", {}).keys() <= NLQConfig().to_dict().keys()
