@@ -1,4 +1,4 @@
-"""The documents say what is so: snippets run as they stand, one after the other, and tables are the code's."""
+"""Snippets of the documents run as they stand, one after the other, and tables are those in the code."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,17 @@ import torch
 import typer
 from support.client_cases import SIZES, make_tokenizer
 from support.hub_server import HubServer
+from support.own_parts import IDEAS
 from support.paths import REPOSITORY
 
-from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForMaskedLM, activations_nlq
+from modeling_nlq import (
+    ATTENTION_ACTIVATIONS,
+    NLQConfig,
+    NLQForCausalLM,
+    NLQForMaskedLM,
+    activations_nlq,
+    load_attention_parts,
+)
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 from modeling_nlq.training.run.recipe import read_overrides
@@ -33,16 +40,14 @@ def snippets(document: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
 
 
-def test_snippets_run(run, tmp_path, monkeypatch, capsys):
+def test_snippets_run(run, tmp_path, monkeypatch):
     shutil.copytree(run[0], tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
     names = {}
-    for document, count in ((README, 1), (DOCUMENTS / "switches.md", 1), (DOCUMENTS / "training.md", 3)):
-        local = [snippet for snippet in snippets(document) if "you/" not in snippet]
-        assert len(local) == count
-        for snippet in local:
+    for document, count in ((README, 2), (DOCUMENTS / "switches.md", 1), (DOCUMENTS / "training.md", 3)):
+        assert len(snippets(document)) == count
+        for snippet in snippets(document):
             exec(compile(snippet, document.name, "exec"), names)
-    assert "def main(" in capsys.readouterr().out
     assert names["other"].config.attention_activation == "sigmoid" != names["model"].config.attention_activation
     assert (tmp_path / "shared" / "modeling_nlq.py").is_file()
     assert names["loaded"].config.num_labels == 2
@@ -71,8 +76,7 @@ def test_snippets_of_encoders_and_pairs_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_snippets_of_the_other_side(run, tmp_path):
     """Snippets that load a published model run in a process without this package, on a local Hub."""
-    documents = (README, DOCUMENTS / "conversion.md")
-    shared = [snippet for document in documents for snippet in snippets(document) if "you/" in snippet]
+    shared = snippets(DOCUMENTS / "conversion.md")
     assert len(shared) == 2
     with HubServer({"hf_you": "you"}) as server:
         environment = {**os.environ, **server.client_environment(tmp_path / "home", "hf_you"), "PYTHONPATH": ""}
@@ -110,18 +114,37 @@ PAGES = [*sorted(REPOSITORY.glob("[A-Z]*.md")), *sorted(DOCUMENTS.glob("*.md")),
 def test_a_new_python_block_needs_a_test_that_runs_it():
     """All are run: here, by test_python and test_checking, and by test_pages and test_peft of tests/clients."""
     assert ", ".join(f"{page.stem} {len(snippets(page))}" for page in PAGES if snippets(page)) == (
-        "README 2, adapters 3, attention 1, conversion 1, distributed 1, encoder_decoder 3, encoders 3, export 3, "
+        "README 2, adapters 3, attention 1, conversion 2, distributed 1, encoder_decoder 3, encoders 3, export 3, "
         "own_parts 4, python 7, serving 2, switches 1, training 3"
     )
 
 
-def test_hooks_of_own_parts_are_those_of_the_examples():
-    """The first snippet is a whole file, the others are methods of the examples."""
-    ideas = {path: path.read_text() for path in (REPOSITORY / "examples").glob("*.py")}
-    whole, *methods = snippets(DOCUMENTS / "own_parts.md")
-    assert whole in ideas.values()
-    for method in methods:
-        assert any(textwrap.indent(method, "    ") in text for text in ideas.values()), method
+def test_examples_of_own_parts_are_those_that_nlq_check_tests(tmp_path):
+    """They run as they stand, and `test_checking.py` tests the same files. The README has one without its formula."""
+    ideas = {name: path.read_text().partition('"""\n\n')[2] for name, path in IDEAS.items()}
+    blocks = snippets(DOCUMENTS / "own_parts.md")
+    assert len(blocks) == 4
+    for block in blocks:
+        name = re.search(r'name = "(\w+)"', block)[1]
+        assert block == ideas[name]
+        (tmp_path / f"my_{name}.py").write_text(block.replace(f'"{name}"', f'"my_{name}"'))
+        (part,) = load_attention_parts(tmp_path / f"my_{name}.py")
+        model = NLQForCausalLM(NLQConfig(**SIZES, attention_parts=[part.name]))
+        assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+    shown = set(snippets(README)[0].splitlines()) - {"# my_idea.py"}
+    assert shown <= set(ideas["gate"].replace('"gate"', '"my_idea"').splitlines())
+    assert len(set(ideas["gate"].splitlines())) == len(shown) + 1
+
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+def test_the_readme_is_one_screen():
+    """Counts words as `wc` does, and numbers also in code and links."""
+    text = README.read_text()
+    assert len(text.split()) <= 900 and len(_NUMBER.findall(text)) <= 25
+    findings = text.partition("## What we found")[2].partition("## ")[0]
+    assert len(findings.split()) <= 150 and len(_NUMBER.findall(findings)) <= 10
 
 
 def test_pages_stay_short():
@@ -129,7 +152,7 @@ def test_pages_stay_short():
 
 
 def headings(document: Path) -> set[str]:
-    """The names by which links reach the headings of a document, as GitHub makes them."""
+    """Returns the names that GitHub gives to the headings of a document."""
     titles = re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)
     titles = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in titles]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -164,7 +187,7 @@ def test_tables_are_those_of_the_code():
         assert re.search(rf"^\| .*\| `{name}", parts, flags=re.MULTILINE), name
     dropout = {True: "yes", False: "an error"}
     weights = {"returned": "yes", "omitted": "`None`, with a warning", "refused": "an error"}
-    # By what stands in the first column
+    # A row is found by its first column
     lines = {line.partition(" | ")[0]: line for line in attention.splitlines()}
     for name, backend in ATTENTION_BACKENDS.items():
         shown = "`flash_attention_2`, `_3`, `_4`" if name.startswith("flash") else f"`{name}`".replace("|", "\\|")
@@ -192,7 +215,7 @@ COMMANDS = [
     "page, line", COMMANDS, ids=[f"{page.stem}-{index}" for index, (page, _) in enumerate(COMMANDS)]
 )
 def test_commands_are_understood(page, line):
-    """Options exist, and fields are those of a recipe, of `TrainingArguments` or of the model."""
+    """Options exist, and a recipe, `TrainingArguments` or the model has the fields."""
     command, (name, *words) = typer.main.get_command(app), shlex.split(line.partition(" > ")[0], comments=True)[1:]
     context = command.commands[name].make_context(name, words, parent=command.make_context("nlq", [name]))
     assert read_overrides(context.args).get("switches", {}).keys() <= NLQConfig().to_dict().keys()

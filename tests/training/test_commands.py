@@ -21,7 +21,6 @@ from nlq import main
 
 # Pages or parts of lines that are not run, and why. Every other line that begins with `nlq` is
 NOT_RUN = {
-    "README.md nlq compare queries --dry-run": "ladder.md has the same line, which takes minutes",
     "scaling.md": "needs a cluster; tests/cluster runs them",
     "pretrained.md": "needs the weights of `make test-weights`",
     "--tasks arc_easy": "needs data of the Hub",
