@@ -164,8 +164,8 @@ def attend_to_state(query, state, scaling) -> Tensor:
 def _chunked_sums(inputs, state, chunk_size) -> tuple[Tensor, Tensor, LinearState]:
     """Returns `chunked_form`'s numerator `(b, g, r, n, d)`, denominator `(b, g, r, n)` and state."""
     length = inputs.query.shape[-2]
+    chunk_size = length if chunk_size is None else chunk_size
     inputs = _chunked(inputs, chunk_size)
-    chunk_size = inputs.query.shape[-2]
     # (b, chunks): tokens before each chunk
     before = inputs.count[..., 0] - inputs.is_valid[..., 0].to(inputs.count.dtype)
     after = inputs.count[..., -1]
@@ -241,15 +241,6 @@ def recurrent_delta_step(inputs, index, state) -> tuple[Tensor, LinearState]:
     return inputs.query[..., index, :] @ sums, _delta_state(sums)
 
 
-def recurrent_delta_form(inputs, state=None) -> tuple[Tensor, LinearState]:
-    """Returns what `chunked_delta_form` does, token by token."""
-    outputs = []
-    for index in range(inputs.key.shape[-2]):
-        output, state = recurrent_delta_step(inputs, index, state)
-        outputs.append(output)
-    return torch.stack(outputs, dim=-2), state
-
-
 def chunked_delta_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tensor, LinearState]:
     """Returns `(b, g, r, n, d)` by the delta rule, and the last state.
 
@@ -258,16 +249,16 @@ def chunked_delta_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tenso
     Without a `chunk_size` all tokens are one chunk.
     """
     length = inputs.key.shape[-2]
-    query, key, value = (_cut(states, chunk_size) for states in inputs[:3])
-    beta, log_decay = (_cut(states[..., None], chunk_size) for states in (inputs.beta, inputs.log_decay))
-    size = key.shape[-2]
+    size = length if chunk_size is None else chunk_size
+    query, key, value = (_cut(states, size) for states in inputs[:3])
+    beta, log_decay = (_cut(states[..., None], size) for states in (inputs.beta, inputs.log_decay))
 
     # The decay up to each token of the state before the chunk (b, g, chunks, c, 1), and of each earlier token
     total = log_decay.cumsum(dim=-2)
     from_start = torch.exp(total)
     visible = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
     if inputs.document_start is not None:
-        start = _cut_row(inputs.document_start, chunk_size)
+        start = _cut_row(inputs.document_start, size)
         first = torch.arange(start.shape[1], device=start.device) * size
         from_start = from_start * (start < first[:, None])[:, None, ..., None]
         visible = visible & (start[..., :, None] == start[..., None, :])[:, None]
@@ -341,18 +332,15 @@ def _chunked(inputs, chunk_size) -> LinearInputs:
 
 
 def _cut(states, size) -> Tensor:
-    """Cuts `(..., n, d)` into chunks `(..., chunks, size, d)`, filled up with 0; one chunk without a `size`."""
-    length = states.shape[-2]
-    missing = 0 if size is None else -length % size
-    return F.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, length if size is None else size))
+    """Cuts `(..., n, d)` into chunks `(..., chunks, size, d)`, filled up with 0."""
+    return F.pad(states, (0, 0, 0, -states.shape[-2] % size)).unflatten(-2, (-1, size))
 
 
 def _cut_row(row, size) -> Tensor:
     """Cuts `(b, n)` into chunks `(b, chunks, size)`; padding repeats the last token's number."""
-    length = row.shape[-1]
-    missing = 0 if size is None else -length % size
-    row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
-    return row.unflatten(-1, (-1, length if size is None else size))
+    if missing := -row.shape[-1] % size:
+        row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1)
+    return row.unflatten(-1, (-1, size))
 
 
 def linear_attention(
@@ -435,13 +423,14 @@ def linear_attention(
                 output = parallel_form(inputs, is_causal)
             elif not is_causal:
                 output = bidirectional_form(inputs, None if end is None else end.expand(batch, -1))
-            elif length == 1:
-                output, state = step(inputs, 0, state)
-                output = output.unsqueeze(-2)
+            elif length == 1 or (form == "parallel" and not is_exporting):
+                tokens = []
+                for place in range(length):
+                    output, state = step(inputs, place, state)
+                    tokens.append(output)
+                output = torch.stack(tokens, dim=-2)
             elif is_exporting:
                 output, state = chunked(inputs, state, chunk_size=None)
-            elif form == "parallel":
-                output, state = recurrent_delta_form(inputs)
             else:
                 output, state = chunked(inputs, state)
             outputs.append(output.flatten(1, 2).transpose(1, 2).to(dtype))

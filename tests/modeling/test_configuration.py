@@ -24,9 +24,9 @@ from transformers import AutoConfig
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
 from modeling_nlq.configuration import find, names
-from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.linear_nlq import chunked_delta_form, chunked_form
 from modeling_nlq.parts_builtin_nlq import DifferentialAttention
+from modeling_nlq.parts_user_nlq import AUTO_MAP
 from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.size import Size, auto_class_of, matching_intermediate_size, measure
