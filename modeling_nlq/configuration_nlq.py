@@ -305,6 +305,11 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         return config
 
     @property
+    def number_of_sublayers(self) -> int:
+        """How many outputs the layer adds to the residual stream."""
+        return 2 if self.cross_attention_config is None else 3
+
+    @property
     def key_value_input_size(self) -> int:
         return (self.is_cross_attention and self.cross_attention_hidden_size) or self.hidden_size
 

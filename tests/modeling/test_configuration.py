@@ -98,6 +98,15 @@ def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, 
     assert measure(config).flops_per_token == 3 * counted
 
 
+@pytest.mark.parametrize("without", [0, 1])
+def test_flops_of_depth_attention_count_what_each_layer_adds(without):
+    """Two outputs in the layer without cross-attention and three in the other."""
+    layers = {without: {"cross_attention": False}}
+    switches = {**TINY, "num_hidden_layers": 2, "add_cross_attention": True, "per_layer_config": layers}
+    plain, mixed = (measure(NLQConfig(**switches, depth_attention=value)).flops_per_token for value in (False, True))
+    assert mixed - plain == 3 * 4 * switches["hidden_size"] * sum(range(1, 2 + 3 + 2))
+
+
 @pytest.mark.parametrize("name", names("models"))
 def test_shipped_models_build(name):
     config = AutoConfig.from_pretrained(find("models", name))
