@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._higher_order_ops.scan import scan
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_whole
 from transformers.utils.generic import maybe_autocast
@@ -229,16 +230,22 @@ def recurrent_step(inputs, index, state) -> tuple[Tensor, LinearState]:
 
 def recurrent_delta_step(inputs, index, state) -> tuple[Tensor, LinearState]:
     """Returns one token's output `(b, g, r, d)` by the delta rule, and the state, which is `S_t^T`."""
-    key, value = inputs.key[:, :, index], inputs.value[:, :, index]
+    query, key, value = (states[..., index, :] for states in inputs[:3])
     decay = torch.exp(inputs.log_decay[..., index])
     if inputs.document_start is not None:
         decay = decay * (inputs.document_start[:, index] < index)[:, None]
     earlier = value.new_zeros(*key.shape, value.shape[-1]) if state is None else state.numerator
-    earlier = earlier * decay[..., None, None]
+    sums, output = _delta_step(earlier, (query, key, value, inputs.beta[..., index], decay))
+    return output, _delta_state(sums)
+
+
+def _delta_step(sums, token) -> tuple[Tensor, Tensor]:
+    query, key, value, beta, decay = token
+    sums = sums * decay[..., None, None]
     # The state already holds a part of `v_t` for this key
-    change = inputs.beta[..., index, None] * (value - (key[..., None, :] @ earlier).squeeze(-2))
-    sums = earlier + key[..., :, None] * change[..., None, :]
-    return inputs.query[..., index, :] @ sums, _delta_state(sums)
+    change = beta[..., None] * (value - (key[..., None, :] @ sums).squeeze(-2))
+    sums = sums + key[..., :, None] * change[..., None, :]
+    return sums, query @ sums
 
 
 def chunked_delta_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tensor, LinearState]:
@@ -286,6 +293,22 @@ def chunked_delta_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tenso
     weights = (query @ key[:, :, None].mT) * pairs[:, :, None]
     output = (query * from_start[:, :, None]) @ states + weights @ changes
     return output.flatten(3, 4)[..., :length, :], _delta_state(sums)
+
+
+def exported_delta_form(inputs, state=None) -> tuple[Tensor, LinearState]:
+    """Returns what `chunked_delta_form` does, without a gradient, by a loop that ONNX has.
+
+    ONNX solves no triangular systems.
+    """
+    query, key, value, beta, log_decay, start = inputs
+    decay = torch.exp(log_decay)
+    if start is not None:
+        decay = decay * (start < torch.arange(key.shape[-2], device=key.device))[:, None]
+    sums = value.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1]) if state is None else state.numerator
+    tokens = [states.movedim(-2, 0) for states in (query, key, value)]
+    tokens += [rate.movedim(-1, 0) for rate in (beta, decay)]
+    sums, outputs = scan(_delta_step, sums.detach(), [states.detach() for states in tokens])
+    return outputs.movedim(0, -2), _delta_state(sums)
 
 
 def _delta_state(sums) -> LinearState:
@@ -355,6 +378,7 @@ def linear_attention(
     form: str = "chunked",
     is_causal: bool = True,
     beta: Tensor | None = None,
+    has_gradient: bool = True,
 ) -> tuple[Tensor, LinearState | None]:
     """Computes linear attention of the tokens of one call.
 
@@ -367,6 +391,7 @@ def linear_attention(
             with a `beta`.
         is_causal: if false, there is neither a state nor a decay.
         beta: `(batch, key_value_heads, query)`, the strength of each write by the delta rule.
+        has_gradient: if false, an exported program may lack the gradient.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.
@@ -429,6 +454,8 @@ def linear_attention(
                     output, state = step(inputs, place, state)
                     tokens.append(output)
                 output = torch.stack(tokens, dim=-2)
+            elif is_exporting and beta is not None and not has_gradient:
+                output, state = exported_delta_form(inputs, state)
             elif is_exporting:
                 output, state = chunked(inputs, state, chunk_size=None)
             else:

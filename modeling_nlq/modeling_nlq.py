@@ -508,6 +508,7 @@ class NLQLinearAttention(NLQAttention):
             state=state,
             form="parallel" if self.config._attn_implementation == "eager" and cache_layer is None else "chunked",
             is_causal=self.is_causal,
+            has_gradient=self.training,
             **self.rates(call.hidden_states),
         )
         if cache_layer is not None:
