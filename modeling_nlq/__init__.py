@@ -4,7 +4,7 @@ import transformers
 
 from . import kernels  # noqa: F401, it adds the C++ code to the tables
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
-from .configuration_nlq import AUTO_MAP, PROJECTIONS, SEQ2SEQ_AUTO_MAP, NLQConfig, __version__
+from .configuration_nlq import PROJECTIONS, NLQConfig, __version__
 from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
 from .modeling_nlq import (
     NLQForCausalLM,
@@ -19,6 +19,7 @@ from .modeling_seq2seq_nlq import NLQForConditionalGeneration, NLQSeq2SeqModel, 
 from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, TokenContext
 from .parts_builtin_nlq import ATTENTION_PARTS
 from .parts_files import load_attention_parts, register_attention_part
+from .parts_user_nlq import AUTO_MAP, SEQ2SEQ_AUTO_MAP
 
 
 for _config_class, _auto_map in ((NLQConfig, AUTO_MAP), (NLQSeq2SeqConfig, SEQ2SEQ_AUTO_MAP)):

@@ -24,18 +24,7 @@ from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_a
 from .cache_nlq import LAYER_TYPE, LinearState
 from .parts_base_nlq import MLP_HOOKS, WEIGHT_HOOKS, AttentionPart
 from .parts_builtin_nlq import ATTENTION_PARTS, PartFields, parts_of
-from .parts_user_nlq import (  # noqa: F401, some for who imports them from here
-    AUTO_MAP,
-    SEQ2SEQ_AUTO_MAP,
-    NLQConfigMixin,
-    add_to_package,
-    check_kernels,
-    code_of,
-    default_auto_map,
-    find_part,
-    is_derived,
-    saved_auto_map,
-)
+from .parts_user_nlq import NLQConfigMixin, add_to_package, code_of, find_part
 
 
 if TYPE_CHECKING:
@@ -316,6 +305,11 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         return config
 
     @property
+    def number_of_sublayers(self) -> int:
+        """How many outputs the layer adds to the residual stream."""
+        return 2 if self.cross_attention_config is None else 3
+
+    @property
     def key_value_input_size(self) -> int:
         return (self.is_cross_attention and self.cross_attention_hidden_size) or self.hidden_size
 
@@ -512,14 +506,11 @@ def _check_layer(layer):
     if normalization == "sum" and not activation.non_negative:
         needs = f"needs weights that are never negative, unlike {activation.name!r}"
         raise ValueError(f"attention_normalization='sum' {needs}; use 'length' or 'none'")
-    if layer.linear_attention_decay is not None and activation.kind != "linear":
-        decay = layer.linear_attention_decay
-        raise ValueError(f"linear_attention_decay={decay!r} needs 'linear_attention', not {activation.name!r}")
+    for name in ("linear_attention_decay", "linear_attention_update"):
+        if activation.kind != "linear" and (value := getattr(layer, name)) != getattr(NLQConfig, name):
+            raise ValueError(f"{name}={value!r} needs 'linear_attention', not {activation.name!r}")
     is_delta = layer.linear_attention_update == "delta"
-    if is_delta and activation.kind != "linear":
-        raise ValueError(f"linear_attention_update='delta' needs 'linear_attention', not {activation.name!r}")
-    of_delta = (("linear_attention_decay", "gated"), ("linear_attention_beta", 2))
-    for name, value in of_delta:
+    for name, value in (("linear_attention_decay", "gated"), ("linear_attention_beta", 2)):
         if not is_delta and getattr(layer, name) == value:
             raise ValueError(f"{name}={value!r} needs linear_attention_update='delta'")
     for name in GATE_OPTIONS:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._higher_order_ops.scan import scan
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_whole
 from transformers.utils.generic import maybe_autocast
@@ -164,8 +165,8 @@ def attend_to_state(query, state, scaling) -> Tensor:
 def _chunked_sums(inputs, state, chunk_size) -> tuple[Tensor, Tensor, LinearState]:
     """Returns `chunked_form`'s numerator `(b, g, r, n, d)`, denominator `(b, g, r, n)` and state."""
     length = inputs.query.shape[-2]
+    chunk_size = length if chunk_size is None else chunk_size
     inputs = _chunked(inputs, chunk_size)
-    chunk_size = inputs.query.shape[-2]
     # (b, chunks): tokens before each chunk
     before = inputs.count[..., 0] - inputs.is_valid[..., 0].to(inputs.count.dtype)
     after = inputs.count[..., -1]
@@ -229,25 +230,22 @@ def recurrent_step(inputs, index, state) -> tuple[Tensor, LinearState]:
 
 def recurrent_delta_step(inputs, index, state) -> tuple[Tensor, LinearState]:
     """Returns one token's output `(b, g, r, d)` by the delta rule, and the state, which is `S_t^T`."""
-    key, value = inputs.key[:, :, index], inputs.value[:, :, index]
+    query, key, value = (states[..., index, :] for states in inputs[:3])
     decay = torch.exp(inputs.log_decay[..., index])
     if inputs.document_start is not None:
         decay = decay * (inputs.document_start[:, index] < index)[:, None]
     earlier = value.new_zeros(*key.shape, value.shape[-1]) if state is None else state.numerator
-    earlier = earlier * decay[..., None, None]
+    sums, output = _delta_step(earlier, (query, key, value, inputs.beta[..., index], decay))
+    return output, _delta_state(sums)
+
+
+def _delta_step(sums, token) -> tuple[Tensor, Tensor]:
+    query, key, value, beta, decay = token
+    sums = sums * decay[..., None, None]
     # The state already holds a part of `v_t` for this key
-    change = inputs.beta[..., index, None] * (value - (key[..., None, :] @ earlier).squeeze(-2))
-    sums = earlier + key[..., :, None] * change[..., None, :]
-    return inputs.query[..., index, :] @ sums, _delta_state(sums)
-
-
-def recurrent_delta_form(inputs, state=None) -> tuple[Tensor, LinearState]:
-    """Returns what `chunked_delta_form` does, token by token."""
-    outputs = []
-    for index in range(inputs.key.shape[-2]):
-        output, state = recurrent_delta_step(inputs, index, state)
-        outputs.append(output)
-    return torch.stack(outputs, dim=-2), state
+    change = beta[..., None] * (value - (key[..., None, :] @ sums).squeeze(-2))
+    sums = sums + key[..., :, None] * change[..., None, :]
+    return sums, query @ sums
 
 
 def chunked_delta_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tensor, LinearState]:
@@ -258,16 +256,16 @@ def chunked_delta_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tenso
     Without a `chunk_size` all tokens are one chunk.
     """
     length = inputs.key.shape[-2]
-    query, key, value = (_cut(states, chunk_size) for states in inputs[:3])
-    beta, log_decay = (_cut(states[..., None], chunk_size) for states in (inputs.beta, inputs.log_decay))
-    size = key.shape[-2]
+    size = length if chunk_size is None else chunk_size
+    query, key, value = (_cut(states, size) for states in inputs[:3])
+    beta, log_decay = (_cut(states[..., None], size) for states in (inputs.beta, inputs.log_decay))
 
     # The decay up to each token of the state before the chunk (b, g, chunks, c, 1), and of each earlier token
     total = log_decay.cumsum(dim=-2)
     from_start = torch.exp(total)
     visible = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
     if inputs.document_start is not None:
-        start = _cut_row(inputs.document_start, chunk_size)
+        start = _cut_row(inputs.document_start, size)
         first = torch.arange(start.shape[1], device=start.device) * size
         from_start = from_start * (start < first[:, None])[:, None, ..., None]
         visible = visible & (start[..., :, None] == start[..., None, :])[:, None]
@@ -295,6 +293,22 @@ def chunked_delta_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tenso
     weights = (query @ key[:, :, None].mT) * pairs[:, :, None]
     output = (query * from_start[:, :, None]) @ states + weights @ changes
     return output.flatten(3, 4)[..., :length, :], _delta_state(sums)
+
+
+def exported_delta_form(inputs, state=None) -> tuple[Tensor, LinearState]:
+    """Returns what `chunked_delta_form` does, without a gradient, by a loop that ONNX has.
+
+    ONNX solves no triangular systems.
+    """
+    query, key, value, beta, log_decay, start = inputs
+    decay = torch.exp(log_decay)
+    if start is not None:
+        decay = decay * (start < torch.arange(key.shape[-2], device=key.device))[:, None]
+    sums = value.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1]) if state is None else state.numerator
+    tokens = [states.movedim(-2, 0) for states in (query, key, value)]
+    tokens += [rate.movedim(-1, 0) for rate in (beta, decay)]
+    sums, outputs = scan(_delta_step, sums.detach(), [states.detach() for states in tokens])
+    return outputs.movedim(0, -2), _delta_state(sums)
 
 
 def _delta_state(sums) -> LinearState:
@@ -341,18 +355,15 @@ def _chunked(inputs, chunk_size) -> LinearInputs:
 
 
 def _cut(states, size) -> Tensor:
-    """Cuts `(..., n, d)` into chunks `(..., chunks, size, d)`, filled up with 0; one chunk without a `size`."""
-    length = states.shape[-2]
-    missing = 0 if size is None else -length % size
-    return F.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, length if size is None else size))
+    """Cuts `(..., n, d)` into chunks `(..., chunks, size, d)`, filled up with 0."""
+    return F.pad(states, (0, 0, 0, -states.shape[-2] % size)).unflatten(-2, (-1, size))
 
 
 def _cut_row(row, size) -> Tensor:
     """Cuts `(b, n)` into chunks `(b, chunks, size)`; padding repeats the last token's number."""
-    length = row.shape[-1]
-    missing = 0 if size is None else -length % size
-    row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
-    return row.unflatten(-1, (-1, length if size is None else size))
+    if missing := -row.shape[-1] % size:
+        row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1)
+    return row.unflatten(-1, (-1, size))
 
 
 def linear_attention(
@@ -367,6 +378,7 @@ def linear_attention(
     form: str = "chunked",
     is_causal: bool = True,
     beta: Tensor | None = None,
+    has_gradient: bool = True,
 ) -> tuple[Tensor, LinearState | None]:
     """Computes linear attention of the tokens of one call.
 
@@ -379,6 +391,7 @@ def linear_attention(
             with a `beta`.
         is_causal: if false, there is neither a state nor a decay.
         beta: `(batch, key_value_heads, query)`, the strength of each write by the delta rule.
+        has_gradient: if false, an exported program may lack the gradient.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.
@@ -435,13 +448,16 @@ def linear_attention(
                 output = parallel_form(inputs, is_causal)
             elif not is_causal:
                 output = bidirectional_form(inputs, None if end is None else end.expand(batch, -1))
-            elif length == 1:
-                output, state = step(inputs, 0, state)
-                output = output.unsqueeze(-2)
+            elif length == 1 or (form == "parallel" and not is_exporting):
+                tokens = []
+                for place in range(length):
+                    output, state = step(inputs, place, state)
+                    tokens.append(output)
+                output = torch.stack(tokens, dim=-2)
+            elif is_exporting and beta is not None and not has_gradient:
+                output, state = exported_delta_form(inputs, state)
             elif is_exporting:
                 output, state = chunked(inputs, state, chunk_size=None)
-            elif form == "parallel":
-                output, state = recurrent_delta_form(inputs)
             else:
                 output, state = chunked(inputs, state)
             outputs.append(output.flatten(1, 2).transpose(1, 2).to(dtype))

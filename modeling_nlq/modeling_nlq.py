@@ -468,6 +468,7 @@ class NLQLinearAttention(NLQAttention):
         if self.a_proj is not None:
             biases = (own_heads(each, self.tp_mesh, dim=0) for each in (self.a_log_bias, self.dt_bias))
             log_rate, bias = (each.to(beta.dtype) for each in biases)
+            log_rate = log_rate.clamp(max=80.0)  # where the rate overflows, its gradient would be NaN
             # Softplus comes last: compiled, its gradient must not be transposed
             steps = (self.a_proj(hidden_states) + bias).transpose(1, 2).contiguous()
             log_decay = -log_rate.exp()[:, None] * F.softplus(steps)
@@ -507,6 +508,7 @@ class NLQLinearAttention(NLQAttention):
             state=state,
             form="parallel" if self.config._attn_implementation == "eager" and cache_layer is None else "chunked",
             is_causal=self.is_causal,
+            has_gradient=self.training,
             **self.rates(call.hidden_states),
         )
         if cache_layer is not None:

@@ -186,8 +186,11 @@ class AttentionPart(nn.Module):
         return 1.0
 
     @classmethod
-    def calls_per_token(cls, config, layer_idx: int) -> dict[str, float]:
-        """Returns how often a token is multiplied by the matrices of a module of the layer, where it is not once."""
+    def calls_per_token(cls, config, layer_idx: int, earlier: int) -> dict[str, float]:
+        """Returns how often a token is multiplied by the matrices of a module of the layer, where it is not once.
+
+        `earlier` is the number of outputs on the residual stream before the layer, the embeddings included.
+        """
         return {}
 
     @classmethod

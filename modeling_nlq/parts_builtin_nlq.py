@@ -156,7 +156,8 @@ class DepthAttention(AttentionPart):
     """Gives each sub-layer, and the final norm, a weighted mean of the embeddings and all earlier sub-layers' outputs.
 
     A learned query for each reader, at first 0, attends to the normed outputs. So a model begins with their mean,
-    which a norm before the sub-layer does not distinguish from their sum, but for its epsilon.
+    which a norm before the sub-layer does not distinguish from their sum, but for its epsilon. The queries have no
+    weight decay, as gains of norms: `bias` in their name keeps them out of Trainer's.
     """
 
     name = "depth_attention"
@@ -167,7 +168,7 @@ class DepthAttention(AttentionPart):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         self.readers = self.stream_readers(config, layer_idx)
-        self.queries = nn.Parameter(torch.zeros(len(self.readers), config.hidden_size))
+        self.queries_bias = nn.Parameter(torch.zeros(len(self.readers), config.hidden_size))
 
     @classmethod
     def check(cls, config):
@@ -178,15 +179,14 @@ class DepthAttention(AttentionPart):
             raise ValueError(f"residual_activation={value!r} changes a sum that depth_attention does not read")
 
     @classmethod
-    def calls_per_token(cls, config, layer_idx):
-        sublayers = 2 if config.cross_attention_config is None else 3
-        before = 1 + layer_idx * sublayers
+    def calls_per_token(cls, config, layer_idx, earlier):
         readers = cls.stream_readers(config, layer_idx)
-        outputs = [before + (sublayers if name == "final_norm" else index) for index, name in enumerate(readers)]
+        after = earlier + config.number_of_sublayers
+        outputs = [after if name == "final_norm" else earlier + index for index, name in enumerate(readers)]
         return {"parts.depth_attention": 2 * sum(outputs) / len(outputs)}  # for the score of each, and for the mean
 
     def change_residual(self, call, states, earlier):
-        query, width = self.queries[self.readers.index(call.reader)], states.shape[-1:]
+        query, width = self.queries_bias[self.readers.index(call.reader)], states.shape[-1:]
         dtype = at_least_float32(states)
         scores = [F.rms_norm(each.to(dtype), width, query.to(dtype), self.config.layer_norm_eps) for each in earlier]
         weights = torch.stack([score.sum(dim=-1, keepdim=True) for score in scores]).softmax(dim=0)
@@ -758,7 +758,7 @@ class AttentionGate(AttentionPart):
         return {"gate_down_proj": down_proj, "gate_proj": nn.Linear(rank, width, bias=config.use_bias)}
 
     @classmethod
-    def calls_per_token(cls, config, layer_idx):
+    def calls_per_token(cls, config, layer_idx, earlier):
         return {"value_gate_proj": config.num_key_value_heads}
 
     @classmethod

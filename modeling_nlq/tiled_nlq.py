@@ -73,26 +73,20 @@ class _TiledCall:
                 return [unknown] * len(tiles)
             return torch.stack([reduce(tensor[:, start:end]) for start, end in tiles]).tolist()
 
-        # The keys of the first and last query of each tile
-        def smallest(keys, offset, unknown) -> list:
+        def bound(keys, offset, reduce, unknown) -> list:  # keys of the first or last query of each tile
             if offset is None:
-                return reduce_tiles(keys, self.query_tiles, torch.min, unknown)
-            return [start + offset for start, _ in self.query_tiles]
-
-        def largest(keys, offset, unknown) -> list:
-            if offset is None:
-                return reduce_tiles(keys, self.query_tiles, torch.max, unknown)
-            return [end - 1 + offset for _, end in self.query_tiles]
+                return reduce_tiles(keys, self.query_tiles, reduce, unknown)
+            return [offset + (start if reduce is torch.min else end - 1) for start, end in self.query_tiles]
 
         if self.last_key is not None:
-            self.first_end = smallest(self.last_key, inputs.last_offset, -1)
-            self.last_end = largest(self.last_key, inputs.last_offset, key_length)
+            self.first_end = bound(self.last_key, inputs.last_offset, torch.min, -1)
+            self.last_end = bound(self.last_key, inputs.last_offset, torch.max, key_length)
         if self.key_is_valid is not None:
             self.is_any_valid = reduce_tiles(self.key_is_valid, self.key_tiles, torch.any, True)
             self.are_all_valid = reduce_tiles(self.key_is_valid, self.key_tiles, torch.all, False)
         if self.first_key is not None:
-            self.first_start = smallest(self.first_key, inputs.first_offset, 0)
-            self.last_start = largest(self.first_key, inputs.first_offset, key_length)
+            self.first_start = bound(self.first_key, inputs.first_offset, torch.min, 0)
+            self.last_start = bound(self.first_key, inputs.first_offset, torch.max, key_length)
         self.activation = get_attention_activation(inputs.activation)
         self.is_softmax = self.activation.name == "softmax"
         self.scaling, self.dropout = inputs.scaling, inputs.dropout

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from modeling_nlq.configuration_nlq import default_auto_map, saved_auto_map
+from modeling_nlq.parts_user_nlq import default_auto_map, saved_auto_map
 
 from ..configuration import suggestion
 from .disk import MANIFEST, UNFINISHED, read_bytes, read_text, write_text

@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from modeling_nlq import NLQSeq2SeqConfig
-from modeling_nlq.configuration_nlq import check_kernels
+from modeling_nlq.parts_user_nlq import check_kernels
 
 from ..configuration import find, names, suggestion
 from .disk import check_no_symlinks, open_file, read_text, resolve_user_path, safe_join

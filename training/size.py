@@ -193,10 +193,12 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
     source, target = lengths[0] or 1, lengths[-1] or 1
     calls = {}  # where a token is multiplied by a matrix more than once
     for half, half_config in halves.items():
+        earlier = 1  # outputs on the residual stream, with the embeddings
         for index, layer in enumerate(half_config.per_layer_config if isinstance(half_config, NLQConfig) else ()):
             for part in parts_of(layer):
-                for name, count in part.calls_per_token(layer, index).items():
+                for name, count in part.calls_per_token(layer, index, earlier).items():
                     calls[f"{half and '.' + half}.layers.{index}.self_attn.{name}."] = count
+            earlier += layer.number_of_sublayers
     operations = 0 if head is None else target * _operations(head.weight)
     for name, parameter in body.items():
         if parameter.ndim >= 2:

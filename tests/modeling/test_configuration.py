@@ -24,9 +24,9 @@ from transformers import AutoConfig
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
 from modeling_nlq.configuration import find, names
-from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.linear_nlq import chunked_delta_form, chunked_form
 from modeling_nlq.parts_builtin_nlq import DifferentialAttention
+from modeling_nlq.parts_user_nlq import AUTO_MAP
 from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.size import Size, auto_class_of, matching_intermediate_size, measure
@@ -96,6 +96,15 @@ def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, 
     if config.depth_attention:  # scores and means of 1 output, of 2, and so on up to the final norm
         counted += 4 * config.hidden_size * sum(range(1, 2 * config.num_hidden_layers + 2))
     assert measure(config).flops_per_token == 3 * counted
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_flops_of_depth_attention_count_what_each_layer_adds(without):
+    """Two outputs in the layer without cross-attention and three in the other."""
+    layers = {without: {"cross_attention": False}}
+    switches = {**TINY, "num_hidden_layers": 2, "add_cross_attention": True, "per_layer_config": layers}
+    plain, mixed = (measure(NLQConfig(**switches, depth_attention=value)).flops_per_token for value in (False, True))
+    assert mixed - plain == 3 * 4 * switches["hidden_size"] * sum(range(1, 2 + 3 + 2))
 
 
 @pytest.mark.parametrize("name", names("models"))

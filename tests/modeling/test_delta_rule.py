@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import reference
-from support.attention_cases import LAYOUTS, SCALING, check, drawn_layouts, packed, padded, results, set_chunks
+from support.attention_cases import LAYOUTS, SCALING, check, drawn_layouts, results, set_chunks
 from support.model_cases import DELTA, GATED_DELTA
 from support.properties import examples
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -97,13 +97,20 @@ def test_the_functions_of_qwen3_next(name):
         torch.testing.assert_close(state.numerator, expected_state, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [packed("aabbb", key_value_heads=1), padded("01101", key_value_heads=1)])
-def test_numerical_gradients(layout):
-    """Those of the chunked form with a state from before, where a document or padding begins inside of a chunk."""
-    inputs, mask = [*layout.states(torch.float64), *rates(layout)], layout.mask()
-    before = run(2, inputs[:3], *inputs[3:])[1]
-    before = type(before)(*(part.detach() for part in before))
-    assert torch.autograd.gradcheck(lambda *given: run(2, given[:3], *given[3:], mask, before)[0], inputs)
+@pytest.mark.parametrize("step", [1.0, -1e4], ids=["forgets", "keeps"])
+def test_a_rate_that_would_overflow_has_finite_gradients(make_model, step):
+    """Also where softplus is 0, and their product would be NaN."""
+    logits, tokens = [], torch.arange(9)[None]
+    for log_rate in (20.0, 1e4):
+        model = make_model(**GATED_DELTA, implementation="nlq").train()
+        for layer in model.model.layers:
+            torch.nn.init.constant_(layer.self_attn.a_log_bias, log_rate)
+            torch.nn.init.constant_(layer.self_attn.dt_bias, step)
+            torch.nn.init.zeros_(layer.self_attn.a_proj.weight)
+        logits.append(model(tokens).logits)
+        logits[-1].square().mean().backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert torch.equal(*logits)
 
 
 def test_initial_values_are_those_of_qwen3_next():

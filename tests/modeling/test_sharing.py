@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForMaskedLM, NLQForSequenceClassification, activations_nlq
-from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.parts_user_nlq import AUTO_MAP
 
 
 PACKAGE = Path(modeling_nlq.__file__).parent

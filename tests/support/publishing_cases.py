@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard
 from support.hub_server import HubServer
 
 import modeling_nlq
-from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.parts_user_nlq import AUTO_MAP
 
 
 # As long as real ones, and with a word in them that no text has

@@ -474,7 +474,7 @@ def read_stream(config, layer, block, reader, total, added):
     if layer.depth_attention:
         sublayers = ["self_attn", "cross_attn", "mlp"] if cross_layer(layer) is not None else ["self_attn", "mlp"]
         readers = [*sublayers[: 1 if config.parallel_residual else None], "norm"]
-        query = parts["depth_attention.queries"][readers.index(reader)]
+        query = parts["depth_attention.queries_bias"][readers.index(reader)]
         scores = torch.stack([rms_norm(each, 1.0, config.layer_norm_eps) @ query for each in added])
         weights = torch.exp(scores) / torch.exp(scores).sum(dim=0)
         read = sum(weight[:, None] * each for weight, each in zip(weights, added))

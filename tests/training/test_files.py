@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.parts_user_nlq import AUTO_MAP
 from modeling_nlq.training.disk import atomic_dir, write_text
 from modeling_nlq.training.files import code_files, differences, parse_yaml, read_json, read_yaml
 from modeling_nlq.training.text import one_line

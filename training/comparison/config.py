@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.activations_nlq import did_you_mean
-from modeling_nlq.configuration_nlq import check_kernels
+from modeling_nlq.parts_user_nlq import check_kernels
 
 from ...configuration import find
 from ..disk import resolve_user_path

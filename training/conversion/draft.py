@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 
 from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
-from modeling_nlq.configuration_nlq import check_kernels
+from modeling_nlq.parts_user_nlq import check_kernels
 
 from ..loading import source_named
 from ..size import check_names, check_parameters, empty_model

@@ -17,7 +17,7 @@ import torch
 import yaml
 from transformers import PreTrainedConfig, TrainingArguments
 
-from modeling_nlq.configuration_nlq import check_kernels
+from modeling_nlq.parts_user_nlq import check_kernels
 
 from ...configuration import find
 from ..disk import read_text, resolve_user_path, results_folder

@@ -10,7 +10,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
+from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
+from modeling_nlq.parts_user_nlq import is_derived
 
 from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format, is_built_in
 from ..result import RunResult

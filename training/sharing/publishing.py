@@ -31,7 +31,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
 from modeling_nlq import NLQConfig
-from modeling_nlq.configuration_nlq import default_auto_map, is_derived, saved_auto_map
+from modeling_nlq.parts_user_nlq import default_auto_map, is_derived, saved_auto_map
 
 from ..disk import open_file, read_bytes, resolve_user_path
 from ..files import (

@@ -20,7 +20,7 @@ from support.publishing_cases import (
 from transformers import AutoTokenizer
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.parts_user_nlq import AUTO_MAP
 from modeling_nlq.training.explorer.page import write_page
 from nlq import main
 
