@@ -33,6 +33,9 @@ RECIPE_FILE = "recipe.yaml"
 STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
+RUNS_FILE = "runs.parquet"
+VERDICTS_FILE = "verdicts.parquet"
+REPORT_FILES = ("results.md", "figures/*.png")
 TASKS_FILE = "tasks.json"
 MODELS_FILE = "models.json"
 LOCK_FILE = ".lock"
@@ -214,16 +217,17 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
         is_file = isinstance(value, str) and "\n" in value
         return f"a file with the hash {hashlib.sha256(value.encode()).hexdigest()[:12]}" if is_file else repr(value)
 
-    before, now = _flatten(before), _flatten(now)
+    before, now = flatten(before), flatten(now)
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return ", ".join(f"{key}: {short(before.get(key))} there, {short(now.get(key))} now" for key in changed)
 
 
-def _flatten(fields: dict[str, Any], section: str = "") -> dict[str, Any]:
+def flatten(fields: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """Returns the fields of all sections, named as `training.max_steps`, but those that change no result."""
     flat = {}
     for name, value in fields.items():
         if isinstance(value, dict) and value:
-            flat.update(_flatten(value, f"{section}{name}."))
+            flat.update(flatten(value, f"{section}{name}."))
         elif name not in _FREE_FIELDS:
             flat[f"{section}{name}"] = value
     return flat
