@@ -64,17 +64,10 @@ from .card import converted_base, render
 from .scrub import check_for_traces, without_folders
 
 
+_REPORT = tuple(f"comparison/{name}" for name in REPORT_FILES)
 # What an earlier publication may have uploaded, as patterns by the kind of repository
 _PUBLISHED = {
-    "model": (
-        *WEIGHTS,
-        *ADAPTER,
-        *SETTINGS,
-        *TOKENIZER,
-        *RECORDS,
-        "*_nlq.py",
-        *map("comparison/{}".format, REPORT_FILES),
-    ),
+    "model": (*WEIGHTS, *ADAPTER, *SETTINGS, *TOKENIZER, *RECORDS, *_REPORT, "*_nlq.py"),
     "dataset": (COMPARISON_FILE, RUNS_FILE, VERDICTS_FILE, *REPORT_FILES, "parts/*.py"),
     "space": (),
 }
