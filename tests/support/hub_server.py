@@ -260,7 +260,7 @@ class HubServer:
                 answers[-1]["oid"] = commit.files[path].oid
         return {"files": answers, "commitOid": commit.oid}
 
-    @route("POST", r"/{repo}\.git/info/lfs/objects/batch", access="write")
+    @route("POST", r"(/{kind})?/{repo}\.git/info/lfs/objects/batch", access="write")
     def _lfs_batch(self, request: Request, repo: Repo) -> dict:
         objects = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in request.json()["objects"]]
         for wanted in objects:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import datasets
-from pyarrow import ArrowException, parquet
+import pyarrow
+from pyarrow import parquet
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
@@ -223,7 +224,8 @@ def features_of(kind: type[Value]) -> datasets.Features:
 
 
 def write_table(rows: list[RunRow] | list[VerdictRow], kind: type[Value], file: Path | BinaryIO) -> None:
-    datasets.Dataset.from_list([asdict(row) for row in rows], features=features_of(kind)).to_parquet(file)
+    table = pyarrow.Table.from_pylist([asdict(row) for row in rows], schema=features_of(kind).arrow_schema)
+    parquet.write_table(table, file)
 
 
 def read_rows(kind: type[Value], rows: list[dict[str, Any]], source: str) -> list[Any]:
@@ -244,6 +246,6 @@ def read_table(kind: type[Value], file: Path) -> list[Any]:
                 held = f"{table.metadata.num_rows:,} rows of {size:,} bytes"
                 raise ValueError(f"{file.name}: holds {held}; at most {_MOST_ROWS:,} and {_MOST_BYTES:,} are read")
             rows = table.read(columns=[name for name in names if name in table.schema_arrow.names]).to_pylist()
-        except (ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(f"{file.name} is damaged: {one_line(error)}") from None
     return read_rows(kind, rows, file.name)
