@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import DatasetCardData, hf_hub_download
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HTTPError, RemoteEntryNotFoundError
 from transformers.utils import logging
 
 from ...configuration import names
@@ -23,7 +23,6 @@ from ..files import (
     RUNS_FILE,
     VERDICTS_FILE,
     data_format,
-    differences,
     flatten,
     read_yaml,
     yaml_text,
@@ -78,15 +77,16 @@ def contents_of(folder: Path, repo_id: str, license: str | None = None) -> tuple
     if not (folder / RESULTS_FILE).is_file():
         raise ValueError(f"{folder}: the comparison is not finished, for it has no {RESULTS_FILE}; run it again")
     outcome, contents = read_published(folder)
-    config = read_made_from(outcome.comparison, RESULTS_FILE).to_dict()
+    made = read_made_from(outcome.comparison, RESULTS_FILE)
+    config, written = made.to_dict(), made
     if (folder / COMPARISON_FILE).is_file():
-        written = read_made_from(read_yaml(folder / COMPARISON_FILE), COMPARISON_FILE).to_dict()
-        if changes := differences(config, without_folders(written)):
-            raise ValueError(
-                f"{folder}: the comparison is not finished since it was changed ({changes}); run it again"
-            )
-        config = written
-    parts = config["recipe"].pop("parts", None) or {}
+        written = read_made_from(read_yaml(folder / COMPARISON_FILE), COMPARISON_FILE)
+        if written.all_seeds != made.all_seeds:
+            seeds = " ".join(map(str, written.all_seeds))
+            raise ValueError(f"{folder}: the comparison is not finished with its seeds, {seeds}; run it again")
+    # Paths are cut in the results, which could change the code of a part
+    parts = isinstance(written.recipe, dict) and written.recipe.get("parts") or {}
+    config["recipe"].pop("parts", None)
     for field, value in flatten(config).items():
         _check_public(field, value)
     config = without_folders(config)
@@ -223,11 +223,7 @@ def find_published(source: str | Path, seeds: str | None = None) -> Published | 
         if seeds is not None:
             raise ValueError(f"--seeds {seeds} is for a comparison of the Hub, owner/name, and {name} is none")
         return None
-    try:
-        return _download(name, seeds == "original")
-    except (HTTPError, OSError) as error:
-        message = f"comparison {name!r} is neither a file nor a shipped name, and not read from the Hub"
-        raise ValueError(f"{message}: {explain(error)}") from None
+    return _download(name, seeds == "original")
 
 
 def _download(name: str, keeps_seeds: bool) -> Published:
@@ -265,7 +261,14 @@ def _download(name: str, keeps_seeds: bool) -> Published:
 def _fetch(repo_id: str, name: str, revision: str | None = None) -> Path:
     """Downloads a file of a data set, if it is not too large; without network, takes it from the cache."""
     options = {"repo_type": "dataset", "revision": revision}
-    size = hf_hub_download(repo_id, name, **options, dry_run=True).file_size or 0
-    if size > _LARGEST_FILE:
-        raise ValueError(f"{repo_id}: {name} has {size:,} bytes; at most {_LARGEST_FILE:,} are downloaded")
-    return resolve_user_path(Path(hf_hub_download(repo_id, name, **options)).parent) / Path(name).name
+    try:
+        size = hf_hub_download(repo_id, name, **options, dry_run=True).file_size or 0
+        if size > _LARGEST_FILE:
+            raise ValueError(f"{repo_id}: {name} has {size:,} bytes; at most {_LARGEST_FILE:,} are downloaded")
+        path = Path(hf_hub_download(repo_id, name, **options))
+    except RemoteEntryNotFoundError:
+        raise ValueError(f"{repo_id}: there is no {name} in this data set of the Hub") from None
+    except (HTTPError, OSError) as error:
+        message = f"comparison {repo_id!r} is neither a file nor a shipped name, and cannot be read from the Hub"
+        raise ValueError(f"{message}: {explain(error)}") from None
+    return resolve_user_path(path.parent) / path.name

@@ -84,7 +84,7 @@ def test_repository_has_these_files_and_no_path_of_the_machine(server, nlq, comp
     assert shared["parts/mine.py"].decode() == DISTANCE
 
 
-def test_pandas_and_datasets_read_the_tables(elsewhere, compared, shared, tmp_path):
+def test_pandas_and_datasets_read_the_tables(stranger, compared, shared, tmp_path):
     rows = ledger_of(compared[1])
     for name, kind, expected in (("runs", RunRow, rows.runs), ("verdicts", VerdictRow, rows.verdicts)):
         frame = pd.read_parquet(io.BytesIO(shared[f"{name}.parquet"]))
@@ -97,7 +97,7 @@ for name, columns in (("runs", ("seed", "test_loss")), ("verdicts", ("model", "v
     table = datasets.load_dataset("anna/gates", name, split="train")
     table.select_columns(list(columns)).to_json(f"{arguments[0]}/{name}.jsonl")
 """
-    elsewhere.python(code, tmp_path)
+    stranger[0].python(code, tmp_path)
     runs, verdicts = (pd.read_json(tmp_path / f"{name}.jsonl", lines=True) for name in ("runs", "verdicts"))
     assert runs.values.tolist() == [[row.seed, pytest.approx(row.test_loss)] for row in rows.runs]
     assert verdicts.values.tolist() == [[row.model, row.verdict] for row in rows.verdicts]
@@ -236,7 +236,7 @@ HOSTILE = {
     "part above": (with_fields(recipe__parts=["parts/../../mine.py"]), ("must be made of",)),
     "absolute part": (with_fields(recipe__parts=["/etc/mine.py"]), ("'/etc/mine.py'",)),
     "code in the file": (with_fields(recipe__parts={"mine.py": "import os"}), ("must be a list of files",)),
-    "part that is missing": (with_fields(recipe__parts=["parts/other.py"]), ("other.py",)),
+    "part that is missing": (with_fields(recipe__parts=["parts/other.py"]), ("no parts/other.py",)),
     "name outside": (with_fields(name="../../outside"), ("'../../outside'", "must be made of")),
     "HTML": (with_fields(models={"base": {}, "<img src=x>": {}}), ("'<img src=x>'", "must be made of")),
     "control": (with_fields(models={"base": {}, "\x1b[2J": {}}), (r"\x1b[2J", "must be made of")),
@@ -248,7 +248,7 @@ HOSTILE = {
     "other model": (with_column("verdicts", "model", "\x1b[2J"), (r"\x1b[2J", "comparison.yaml does not")),
     "a million rows": (lambda _: {"runs.parquet": MILLION}, ("runs.parquet", "1,000,000 rows", "100,000")),
     "no parquet": (lambda _: {"runs.parquet": b"PAR1 but no more"}, ("runs.parquet is damaged",)),
-    "no table": (lambda _: {"runs.parquet": None}, ("anna/hostile", "Hub")),
+    "no table": (lambda _: {"runs.parquet": None}, ("there is no runs.parquet",)),
 }
 
 
@@ -256,10 +256,9 @@ HOSTILE = {
 def test_hostile_repositories_get_one_line(name, server, nlq, shared, tmp_path):
     change, words = HOSTILE[name]
     put(server, shared, "anna/hostile", change(shared))
-    before = set(tmp_path.parent.rglob("*"))
     done = nlq("compare", "anna/hostile", "--trust-parts", "--output_dir", tmp_path / "out")
     check_refused(done, *words)
-    assert set(tmp_path.parent.rglob("*")) == before and "\x1b" not in done.err
+    assert list(tmp_path.iterdir()) == [] and not (nlq.home / "owned").exists() and "\x1b" not in done.err
 
 
 def unfinish(folder: Path) -> None:
@@ -284,7 +283,7 @@ def leave_a_token(folder: Path) -> None:
 
 REFUSED = {
     "unfinished": (unfinish, (), ("not finished", "results.json")),
-    "more seeds": (add_a_seed, (), ("not finished", "seeds")),
+    "more seeds": (add_a_seed, (), ("not finished", "3 4 5 8 9 10")),
     "screening": (lambda folder: change_json(folder / "results.json", design={}), (), ("is a screening",)),
     "model": (name_a_model_of_this_machine, (), ("recipe.model", "on this machine alone")),
     "token": (leave_a_token, (), ("runs.parquet, line", "token of Hugging Face")),
@@ -325,6 +324,8 @@ def papers_in_the_documentation() -> list[tuple[str, str, set[str]]]:
     for file in ("attention", "parts"):
         for line in (REPOSITORY / "docs" / f"{file}.md").read_text().splitlines():
             papers = set(re.findall(r"(?:abs/|arXiv )(\d{4}\.\d{5})", line))
+            if not papers:
+                continue
             if file == "attention" and (match := re.match(r"\| `(\w+)` \| `", line)):
                 rows.append(("attention_activation", match[1], papers))
             elif match := re.match(r"\|[^|]*\| `(\w+)`: ((?:`\w+`(?:, )?)+) \|", line):
@@ -336,7 +337,7 @@ def papers_in_the_documentation() -> list[tuple[str, str, set[str]]]:
 def test_papers_are_those_of_the_documentation(switch, value, papers):
     formula, found = _origin({"switches": {switch: True if value == "True" else value}}, {})
     assert formula and set((found or "").split(", ")) - {""} <= papers
-    assert found or not papers or value == "rms", "QK-norm of Qwen 3 has no paper"
+    assert found or value == "rms", "QK-norm of Qwen 3 has no paper"
 
 
 def test_papers_of_other_switches():
