@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import reprlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,11 +85,12 @@ def contents_of(folder: Path, repo_id: str, license: str | None = None) -> tuple
         if written.all_seeds != made.all_seeds:
             seeds = " ".join(map(str, written.all_seeds))
             raise ValueError(f"{folder}: the comparison is not finished with its seeds, {seeds}; run it again")
-    # Paths are cut in the results, which could change the code of a part
-    parts = isinstance(written.recipe, dict) and written.recipe.get("parts") or {}
-    config["recipe"].pop("parts", None)
-    for field, value in flatten(config).items():
+    for field, value in flatten(written.to_dict()).items():
         _check_public(field, value)
+    # In the results, paths are cut, which could change the code of a part
+    exact = written.recipe.get("parts") if isinstance(written.recipe, dict) else None
+    parts = config["recipe"].pop("parts", None) or {}
+    parts = exact if isinstance(exact, dict) else parts
     config = without_folders(config)
     for name, text in parts.items():
         check_name(f"{COMPARISON_FILE}: parts", name)
@@ -158,7 +160,7 @@ def _card(repo_id: str, outcome: Outcome, ledger: Ledger, license: str | None, h
         *([Markdown("## Papers"), Markdown("\n".join(links))] if links else []),
         Markdown("## Repeat it"),
         "With other seeds, and with --seeds original with the same:",
-        code(f'pip install "modeling-nlq"\nnlq compare {repo_id}\n', "sh"),
+        code(f"nlq compare {repo_id}\n", "sh"),
         "All runs and verdicts, in nats per token and percent:",
         code("".join(["import datasets\n\n", *tables]), "python"),
     ]
@@ -227,29 +229,28 @@ def find_published(source: str | Path, seeds: str | None = None) -> Published | 
 
 
 def _download(name: str, keeps_seeds: bool) -> Published:
-    file = _fetch(name, COMPARISON_FILE)
+    source, file = f"{name}: {COMPARISON_FILE}", _fetch(name, COMPARISON_FILE)
     commit, content = file.parent.name, read_yaml(file)
     recipe = content.get("recipe")
     if not isinstance(recipe, dict):
-        raise ValueError(f"{name}: {COMPARISON_FILE}: recipe={recipe!r} must be the fields of a recipe")
+        raise ValueError(f"{source}: recipe={reprlib.repr(recipe)} must be the fields of a recipe")
     parts = recipe.pop("parts", None)
     if paths := [field for field, value in flatten(content).items() if without_folders(value) != value]:
-        raise ValueError(f"{name}: {COMPARISON_FILE}: {', '.join(paths)}: paths of another machine cannot be repeated")
+        raise ValueError(f"{source}: {', '.join(paths)}: paths of another machine cannot be repeated")
     if parts is not None:
         if not isinstance(parts, list):
-            raise ValueError(f"{name}: {COMPARISON_FILE}: recipe: parts must be a list of files, not {type(parts)}")
+            raise ValueError(f"{source}: recipe: parts must be a list of files, not {type(parts).__name__}")
         recipe["parts"] = {}
         for part in parts:
             if not (match := _PART.fullmatch(str(part))):
-                raise ValueError(f"{name}: {COMPARISON_FILE}: parts: {part!r} must be a file parts/NAME.py")
-            check_name(f"{name}: {COMPARISON_FILE}: parts", match[1])
+                raise ValueError(f"{source}: parts: {reprlib.repr(part)} must be a file parts/NAME.py")
+            check_name(f"{source}: parts", match[1])
             recipe["parts"][f"{match[1]}.py"] = read_text(_fetch(name, part, commit))
-    config = ComparisonConfig.read({"name": name.partition("/")[2], **content}, f"{name}: {COMPARISON_FILE}")
-    check_name(f"{name}: {COMPARISON_FILE}: name", config.name)
+    config = ComparisonConfig.read({"name": name.partition("/")[2], **content}, source)
+    check_name(f"{source}: name", config.name)
     if config.factors is not None:
         raise ValueError(f"{name} is a screening, which has no verdicts to repeat; download its file and run that")
-    tables = {table: read_table(kind, _fetch(name, file, commit)) for table, (file, kind) in _TABLES.items()}
-    ledger = Ledger(**tables)
+    ledger = Ledger(**{table: read_table(kind, _fetch(name, at, commit)) for table, (at, kind) in _TABLES.items()})
     for row in (*ledger.verdicts, *ledger.runs):
         place = row.scale or row.condition or SINGLE
         if row.model not in config.models or place not in config.scale_configs:
