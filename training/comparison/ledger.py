@@ -241,7 +241,7 @@ def read_table(kind: type[Value], file: Path) -> list[Any]:
             table = parquet.ParquetFile(opened)
             groups = [table.metadata.row_group(index) for index in range(table.metadata.num_row_groups)]
             size = sum(group.total_byte_size for group in groups)
-            # By its metadata alone: rows would fill the memory
+            # The metadata tells the size before rows fill the memory
             if table.metadata.num_rows > _MOST_ROWS or size > _MOST_BYTES:
                 held = f"{table.metadata.num_rows:,} rows of {size:,} bytes"
                 raise ValueError(f"{file.name}: holds {held}; at most {_MOST_ROWS:,} and {_MOST_BYTES:,} are read")
