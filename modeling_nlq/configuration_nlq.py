@@ -115,7 +115,7 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 @strict
 class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
-    """The architecture of an NLQ model. The defaults are GPT-3 small with nonlinear queries (arXiv 2603.13381).
+    """The architecture of an NLQ model. The defaults are GPT-3 small with nonlinear queries.
 
     What is not listed here means the same as in `LlamaConfig`, or turns on a part of `ATTENTION_PARTS`, whose class
     explains the values. Functions are keys of Transformers' `ACT2FN`, and `None` for nothing.
@@ -141,8 +141,8 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
             but `"post"` have a final norm.
         parallel_residual: whether all sub-layers read the same `x`.
         sublayer_activation, residual_activation: the functions `a` and `r`.
-        query_projection: `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`; `"nonlinear"`, `X + f(X)`;
-            `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
+        query_projection: `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`; `"nonlinear"`, `X + f(X)`
+            (arXiv 2603.13381); `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
         key_projection, value_projection: the same for the keys and for the values. Values can also be the `"key"`,
             before `qk_norm` and rotary positions (arXiv 2606.04032).
         projection_bottleneck_size, projection_activation: width, by default `hidden_size // 2`, and activation of `f`.

@@ -35,6 +35,7 @@ COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
 RUNS_FILE = "runs.parquet"
 VERDICTS_FILE = "verdicts.parquet"
+REPORT_FILES = ("results.md", "figures/*.png")
 TASKS_FILE = "tasks.json"
 MODELS_FILE = "models.json"
 LOCK_FILE = ".lock"

@@ -58,7 +58,7 @@ class Commit:
 
 @dataclass
 class Repo:
-    place: str  # its path, such as `anna/model` or `spaces/anna/page`
+    place: str  # its path, such as `anna/model`, `spaces/anna/page` or `datasets/anna/verdicts`
     private: bool
     branches: dict[str, list[Commit]] = field(default_factory=dict)  # the newest commit last
 
@@ -96,7 +96,13 @@ ROUTES: list[tuple[str, re.Pattern, str, Callable]] = []
 
 def route(method: str, path: str, access: str = "read") -> Callable:
     """Answers `path`; access is "anyone", or, where the path names a repository, "read" or "write"."""
-    patterns = {"kind": "models|spaces", "repo": "[^/]+/[^/]+", "rev": "[^/]+", "path": ".+", "oid": "[0-9a-f]+"}
+    patterns = {
+        "kind": "models|spaces|datasets",
+        "repo": "[^/]+/[^/]+",
+        "rev": "[^/]+",
+        "path": ".+",
+        "oid": "[0-9a-f]+",
+    }
     for name, pattern in patterns.items():
         path = path.replace(f"{{{name}}}", f"(?P<{name}>{pattern})")
 
@@ -181,7 +187,8 @@ class HubServer:
                     request.user = self.tokens.get(request.token)
                     arguments = {name: unquote(value) for name, value in match.groupdict("").items()}
                     if "repo" in arguments:
-                        key = "spaces/" * (arguments.pop("kind", "") == "spaces") + arguments["repo"]
+                        kind = arguments.pop("kind", "")
+                        key = f"{kind}/" * (kind in ("spaces", "datasets")) + arguments["repo"]
                         arguments["repo"] = self._permitted_repo(key, request.user, access)
                     result = endpoint(self, request, **arguments)
                     return result if isinstance(result, tuple) else (200, json.dumps(result).encode(), {})
@@ -209,7 +216,7 @@ class HubServer:
         if request.user is None or owner != request.user:
             raise HubError(403 if request.user else 401, f"{request.user} may not create a {kind} of {owner}")
         repo_id = f"{owner}/{asked['name']}"
-        key = "spaces/" * (kind == "space") + repo_id
+        key = f"{kind}s/" * (kind in ("space", "dataset")) + repo_id
         url, known = {"url": f"{self.endpoint}/{key}", "name": repo_id}, key in self._repos
         if not known:
             self._repos[key] = Repo(key, asked.get("visibility") == "private" or bool(asked.get("private")))
@@ -220,7 +227,7 @@ class HubServer:
     def _repo_info(self, request: Request, repo: Repo, rev: str) -> dict:
         commit = repo.revision(rev or "main")
         siblings = [blob.described(path) for path, blob in sorted(commit.files.items())]
-        name = repo.place.removeprefix("spaces/")
+        name = repo.place.removeprefix("spaces/").removeprefix("datasets/")
         return {"id": name, "private": repo.private, "sha": commit.oid, "siblings": siblings, "tags": []}
 
     @route("GET", "/api/{kind}/{repo}/tree/{rev}(/{path})?")
@@ -253,7 +260,7 @@ class HubServer:
                 answers[-1]["oid"] = commit.files[path].oid
         return {"files": answers, "commitOid": commit.oid}
 
-    @route("POST", r"/{repo}\.git/info/lfs/objects/batch", access="write")
+    @route("POST", r"(/{kind})?/{repo}\.git/info/lfs/objects/batch", access="write")
     def _lfs_batch(self, request: Request, repo: Repo) -> dict:
         objects = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in request.json()["objects"]]
         for wanted in objects:

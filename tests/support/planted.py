@@ -1,6 +1,7 @@
 """An engine without training: it writes results with losses from a function."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -55,3 +56,9 @@ class PlantedEngine(InlineEngine):
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": []}))
         result.save(folder)
         return result
+
+
+def gated_is_better(scale: Scale, run: Run) -> float:
+    """A loss of which seeds are a small part, and the model `gated` has less."""
+    noise = math.sin(1 + run.seed) + 0.1 * math.cos(run.seed * len(run.model))
+    return 3.0 - 0.1 * (run.model == "gated") + 0.01 * noise

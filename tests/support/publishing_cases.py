@@ -89,6 +89,7 @@ class Worker:
 
     def __init__(self, home: Path, environment: dict[str, str], before: str = ""):
         home.mkdir(exist_ok=True)
+        self.home = home
         self._process = subprocess.Popen(
             [sys.executable, "-c", before + WORKER],
             stdin=subprocess.PIPE,

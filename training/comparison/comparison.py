@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import TrainerState
@@ -27,6 +27,10 @@ from .config import ComparisonConfig, ComparisonFile, with_sections
 from .inference import FIRST_INTERIM, analyse, power_warning
 from .lr_search import Rates, Results, Run, Tuning, tune
 from .sections import SINGLE, Axis, ModelConfig, ScaleConfig
+
+
+if TYPE_CHECKING:
+    from .publication import Published
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,7 @@ class Comparison:
     config: ComparisonConfig  # of the same comparison if there are no `differences`
     scales: dict[str, Scale]  # from the smallest to the largest; or conditions, in the order of the file
     command: str = ""
+    published: "Published | None" = None  # what this repeats
 
     @property
     def baseline(self) -> str:

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainingArguments
 
@@ -40,6 +40,10 @@ from .sections import (
     TuneConfig,
     check_set_by_run,
 )
+
+
+if TYPE_CHECKING:
+    from .publication import Published
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,23 @@ class ComparisonConfig(SectionConfig):
             tokens_per_parameter=scale.tokens_per_parameter or self.tokens_per_parameter,
         )
 
+    @property
+    def all_seeds(self) -> list[int]:
+        """The seeds of all scales and conditions."""
+        sections = (self, *self.scale_configs.values())
+        return sorted({seed for section in sections for seed in section.seeds or ()})
+
+    def with_fresh_seeds(self) -> "ComparisonConfig":
+        """Returns the comparison with as many others: the next after its largest, where equal ones stay equal."""
+        known = self.all_seeds
+        fresh = {seed: known[-1] + 1 + index for index, seed in enumerate(known)}
+
+        def renewed(section: Any) -> Any:
+            return replace(section, seeds=section.seeds and [fresh[seed] for seed in section.seeds])
+
+        scales = {name: renewed(entry) for name, entry in self.scale_configs.items()}
+        return replace(renewed(self), **({self.axis: scales} if self.axis else {}))
+
     def without_seeds(self) -> "ComparisonConfig":
         scales = {name: replace(entry, seeds=None) for name, entry in self.scale_configs.items()}
         return replace(self, seeds=None, **({self.axis: scales} if self.axis else {}))
@@ -206,11 +227,17 @@ class ComparisonFile:
 
 
 def read_file(
-    source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
+    source: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    trust_parts: bool = False,
+    published: "Published | None" = None,
 ) -> ComparisonFile:
-    """Reads the file of a comparison or a screening, and the recipe of its models; arguments as for `load_recipe`."""
-    path = find("comparisons", str(source))
-    content = read_yaml(resolve_user_path(path))
+    """Reads the file of a comparison or a screening, and the recipe of its models; arguments as for `load_recipe`.
+
+    With `published`, the source is that comparison of the Hub.
+    """
+    path = find("comparisons", str(source)) if published is None else published.file
+    content = read_yaml(resolve_user_path(path)) if published is None else published.content
     misplaced = TrainingArguments.__dataclass_fields__.keys() - {*ComparisonConfig.__dataclass_fields__, *SET_BY_RUN}
     if fields := [key for key in content if key in misplaced]:
         raise ValueError(f"{path}: unknown field {fields[0]!r}; set it in the section 'training'")

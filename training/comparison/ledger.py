@@ -4,21 +4,28 @@ Both are parquet files that `datasets`, pandas and the Hub's viewer read without
 cell, because their fields differ from model to model.
 """
 
+import inspect
 import json
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import datasets
-import pyarrow.parquet
-from huggingface_hub import snapshot_download
+import pyarrow
+from pyarrow import parquet
 
-from ..disk import open_file, resolve_user_path
-from ..files import COMPARISON_FILE, RESULTS_FILE, RUNS_FILE, VERDICTS_FILE, read_yaml
+from modeling_nlq import NLQConfig
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
+
+from ..disk import open_file
+from ..text import one_line
 from ..values import Value, from_json
-from .results import ModelOutcome, Outcome, RunOutcome, ScaleOutcome, read_outcome
+from .inference import Verdict
+from .results import ModelOutcome, Outcome, RunOutcome, ScaleOutcome
 from .sections import SINGLE
 
 
@@ -61,8 +68,9 @@ class VerdictRow(Value):
     """A model beside its baseline, at one scale or under one condition.
 
     `improvement` of the test loss is in percent of the baseline's, with the ends of its interval, and `p` is corrected
-    for `family` tests. `noise` is the baseline's standard deviation over seeds, in percent. `time_ratio` is the
-    training time of the model over that of the baseline.
+    for `family` tests. `formula` and `arxiv`, the ids of papers, are known of switches alone. `noise` is the
+    baseline's standard deviation over seeds, in percent. `time_ratio` is the training time of the model over that of
+    the baseline.
     """
 
     scale: str | None
@@ -72,6 +80,8 @@ class VerdictRow(Value):
     """What the model changes of the recipe, as JSON."""
     baseline: str
     baseline_change: str
+    formula: str | None
+    arxiv: str | None
     non_embedding: int
     tokens: int
     optimizer: str
@@ -81,13 +91,10 @@ class VerdictRow(Value):
     high: float | None
     p: float | None
     family: int
-    verdict: str
+    verdict: Verdict
     noise: float | None
     time_ratio: float | None
     version: str
-
-
-_MOST_ROWS = 100_000
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,7 @@ def _verdicts(scale: ScaleOutcome) -> Iterator[dict[str, Any]]:
     analysis, baseline = scale.statistics, scale.models[scale.baseline]
     for model, effect in analysis.effects.items():
         entry = scale.models[model]
+        formula, arxiv = _origin(entry.given, baseline.given)
         low, high = effect.loss_improvement_interval or (None, None)
         seconds = [_median_seconds(each) for each in (entry, baseline)]
         yield {
@@ -153,6 +161,8 @@ def _verdicts(scale: ScaleOutcome) -> Iterator[dict[str, Any]]:
             "change": json.dumps(entry.given, sort_keys=True),
             "baseline": scale.baseline,
             "baseline_change": json.dumps(baseline.given, sort_keys=True),
+            "formula": formula,
+            "arxiv": arxiv,
             "non_embedding": entry.size.non_embedding,
             "tokens": scale.tokens_per_run,
             "optimizer": entry.given.get("optimizer") or scale.comparison["recipe"].get("optimizer") or "adamw",
@@ -162,11 +172,40 @@ def _verdicts(scale: ScaleOutcome) -> Iterator[dict[str, Any]]:
             "high": high,
             "p": effect.holm_p,
             "family": analysis.family or len(analysis.effects),
-            "verdict": str(effect.verdict),
+            "verdict": effect.verdict,
             "noise": analysis.noise_floor_percent,
             "time_ratio": seconds[0] / seconds[1] if all(seconds) else None,
             "version": entry.runs[0].result.machine.versions.get("nlq", ""),
         }
+
+
+def _origin(given: Mapping[str, Any], of_baseline: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Returns formulas and arXiv ids of the switches that a model does not share with its baseline."""
+    switches, others = (each.get("switches") or {} for each in (given, of_baseline))
+    changed = {name: value for name, value in switches.items() if value and value != others.get(name)}
+    found = [_describe_switch(name, value) for name, value in changed.items()]
+    formulas = [formula for formula, _ in found if formula]
+    ids = dict.fromkeys(re.findall(r"arXiv (\d{4}\.\d{4,5})", " ".join(source for _, source in found)))
+    return "; ".join(formulas) or None, ", ".join(ids) or None
+
+
+def _describe_switch(name: str, value: Any) -> tuple[str, str]:
+    """Returns the formula of a value, and a text that names its source, as the model's code documents them."""
+    rows = LIBRARY_ACTIVATIONS | ATTENTION_ACTIVATIONS if name == "attention_activation" else {}
+    if (row := ATTENTION_PARTS.get(name) or rows.get(str(value))) is not None:
+        sources = row.source.split(";")
+        # A source of some values names them
+        of_all = [source for source in sources if not re.search("[(:]", source)]
+        of_value = [source for source in sources if re.search(rf"\b{re.escape(str(value))}s?\b", source)]
+        return row.formula, " ".join(of_value or of_all)
+    name = "query_projection" if name.endswith("_projection") and value != "key" else name
+    pattern = rf"^    (?:\w+, )*{re.escape(name)}(?:, \w+)*: (.*?)(?=^    \w|\Z)"
+    entry = re.search(pattern, inspect.getdoc(NLQConfig), re.MULTILINE | re.DOTALL)
+    text = entry[1] if entry else ""
+    token = f'`"{value}"`' if isinstance(value, str) else str(value)
+    if (match := re.search(rf'{re.escape(token)}(?:,\s+`([^`]+)`)?([^;"]*)', text)) is None:
+        return "", "" if '"' in text else text
+    return match[1] or "", match[2]
 
 
 def _median_seconds(model: ModelOutcome) -> float | None:
@@ -174,8 +213,10 @@ def _median_seconds(model: ModelOutcome) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
+# The most that is read of a table
+_MOST_ROWS, _MOST_BYTES = 100_000, 2**28
 # The types of columns in parquet, which a table without a single value could not tell
-_TYPES = {int: "int64", float: "float64", bool: "bool", str: "string"}
+_TYPES = {int: "int64", float: "float64", bool: "bool", str: "string", Verdict: "string"}
 
 
 def features_of(kind: type[Value]) -> datasets.Features:
@@ -188,48 +229,29 @@ def features_of(kind: type[Value]) -> datasets.Features:
     return datasets.Features(columns)
 
 
-def write_table(rows: list[RunRow] | list[VerdictRow], kind: type[Value], file: Path) -> None:
-    datasets.Dataset.from_list([asdict(row) for row in rows], features=features_of(kind)).to_parquet(file)
-
-
-def read_ledger(source: str) -> Ledger:
-    """Reads the results folder of a comparison, or a published one: a folder, or a data set `owner/name` on the Hub.
-
-    A path on this machine comes first. Raises `ValueError` for a damaged file, or a table with other columns or too
-    many rows.
-    """
-    folder = resolve_user_path(source)
-    if not folder.exists():
-        if source.count("/") != 1:
-            raise ValueError(f"{source!r} must be a folder, or a data set on the Hub, owner/name")
-        patterns = [COMPARISON_FILE, RUNS_FILE, VERDICTS_FILE]
-        folder = Path(snapshot_download(source, repo_type="dataset", allow_patterns=patterns))
-    if (folder / RESULTS_FILE).exists():
-        return ledger_of(read_outcome(folder / RESULTS_FILE))
-    return Ledger(
-        runs=read_table(RunRow, folder / RUNS_FILE),
-        verdicts=read_table(VerdictRow, folder / VERDICTS_FILE),
-        comparison=read_yaml(folder / COMPARISON_FILE),
-    )
-
-
-def read_table(kind: type[Value], file: Path) -> list[Any]:
-    """Reads a table that somebody else may have written."""
-    with open_file(file) as opened:
-        try:
-            table = pyarrow.parquet.ParquetFile(opened)
-            is_expected = table.schema_arrow.equals(features_of(kind).arrow_schema)
-            rows = table.metadata.num_rows
-            if is_expected and rows <= _MOST_ROWS:
-                return read_rows(kind, table.read().to_pylist(), str(file))
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
-    if is_expected:
-        raise ValueError(f"{file} holds {rows:,} rows, and at most {_MOST_ROWS:,} are read")
-    columns = ", ".join(item.name for item in fields(kind))
-    raise ValueError(f"{file} holds other columns or types than those of a published comparison, {columns}")
+def write_table(rows: list[RunRow] | list[VerdictRow], kind: type[Value], file: Path | BinaryIO) -> None:
+    table = pyarrow.Table.from_pylist([asdict(row) for row in rows], schema=features_of(kind).arrow_schema)
+    parquet.write_table(table, file)
 
 
 def read_rows(kind: type[Value], rows: list[dict[str, Any]], source: str) -> list[Any]:
     """Converts rows of a table; raises `ValueError` for a missing column or a value of another type."""
     return [from_json(kind, row, f"{source}: row {index}: ") for index, row in enumerate(rows)]
+
+
+def read_table(kind: type[Value], file: Path) -> list[Any]:
+    """Reads a table that somebody else may have written; raises `ValueError` for too many rows, and as `read_rows`."""
+    names = [item.name for item in fields(kind)]
+    with open_file(file) as opened:
+        try:
+            table = parquet.ParquetFile(opened)
+            groups = [table.metadata.row_group(index) for index in range(table.metadata.num_row_groups)]
+            size = sum(group.total_byte_size for group in groups)
+            # The metadata tells the size before rows fill the memory
+            if table.metadata.num_rows > _MOST_ROWS or size > _MOST_BYTES:
+                held = f"{table.metadata.num_rows:,} rows of {size:,} bytes"
+                raise ValueError(f"{file.name}: holds {held}; at most {_MOST_ROWS:,} and {_MOST_BYTES:,} are read")
+            rows = table.read(columns=[name for name in names if name in table.schema_arrow.names]).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{file.name} is damaged: {one_line(error)}") from None
+    return read_rows(kind, rows, file.name)

@@ -28,7 +28,8 @@ from ..values import Value, to_json
 from .config import read_made_from, with_sections
 from .figures import draw_intervals, figure_section
 from .inference import ALPHA, ROUNDING, Effect, Estimate, Verdict, analyse, holm, verdict_of
-from .ledger import Ledger, RunRow, VerdictRow, place_of, read_ledger
+from .ledger import Ledger, RunRow, VerdictRow, place_of
+from .publication import read_ledger
 from .render import Rows, Section, write_sections
 from .report import table_lines
 from .sections import SINGLE

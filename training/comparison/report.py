@@ -11,7 +11,7 @@ import yaml
 from matplotlib import rc_context, rcParamsDefault
 
 from ..disk import delete, read_bytes
-from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
+from ..files import PAGE_FILE, REPORT_FILES, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
@@ -162,22 +162,28 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     return to_text(parts)
 
 
+def read_published(folder: Path) -> tuple[Outcome, dict[str, bytes]]:
+    """Reads a comparison, and the files of its report by name, without absolute paths."""
+    paths = files_in(folder, REPORT_FILES)
+    files = {path.relative_to(folder).as_posix(): read_bytes(path) for path in sorted(paths)}
+    if (report := files.get("results.md")) is not None:
+        files["results.md"] = without_folders(report.decode()).encode()
+    if "design" in read_json(folder / RESULTS_FILE):
+        raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
+    return read_outcome(folder / RESULTS_FILE), files
+
+
 def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes], str | None]:
     """Reads the verdicts of a comparison, for the card of a run, and the files of its report by published names.
 
     The last value is the verdict on this run's model in one line, if the comparison has one.
     """
-    files = files_in(folder, ("results.md", "figures/*.png"))
-    contents = {f"comparison/{path.relative_to(folder).as_posix()}": read_bytes(path) for path in files}
-    if (report := contents.get("comparison/results.md")) is not None:
-        contents["comparison/results.md"] = without_folders(report.decode()).encode()
-    if "design" in read_json(folder / RESULTS_FILE):
-        raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
-    outcome = read_outcome(folder / RESULTS_FILE)
+    outcome, files = read_published(folder)
     names = (run.parent.name, run.name, run.parents[2].name if outcome.axis else None)
     text = verdicts(outcome, *names) if folder in run.parents else verdicts(outcome)
     over_seeds = _over_seeds(outcome, *names) if folder in run.parents else None
     text = f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
+    contents = {f"comparison/{name}": content for name, content in files.items()}
     return Markdown(without_folders(text)), contents, over_seeds
 
 

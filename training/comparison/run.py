@@ -100,6 +100,8 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
                 has_own = axis is Axis.CONDITIONS or comparison.scales[name].task is not None
                 of_data = store.folder if has_own else folder
                 data, fingerprint = engine.prepare_data(comparison.scales[name], of_data)
+                if comparison.published is not None:
+                    comparison.published.warn_of_other_text(name, fingerprint)
                 file = of_data / FINGERPRINT_FILE
                 if file.is_file() and (before := read_text(file).strip()) != str(fingerprint):
                     change = f"fingerprint {before} then, {fingerprint} now"

@@ -209,8 +209,11 @@ def train(
 @_command("Train and compare", "screening.run", shipped="comparisons")
 def compare(
     context: typer.Context,
-    comparison: str = _argument("Name of a shipped comparison, or a YAML file."),
+    comparison: str = _argument("Name of a shipped comparison, a YAML file, or owner/name of a published comparison."),
     trust_parts: bool = _TRUST_RECORD,
+    seeds: Literal["fresh", "original"] | None = _option(
+        "Of a published comparison: fresh ones, as many as it has, by default; original: its own."
+    ),
     output_dir: str | None = _option(
         "Results folder, which all nodes of Ray's cluster must see; by default runs/compare-NAME."
     ),
@@ -232,26 +235,31 @@ def compare(
     noise. Fields of the recipe can be set as in nlq train. The same command continues after an interruption.
     """
     from modeling_nlq.training.comparison.config import default_folder, read_default_folder
+    from modeling_nlq.training.comparison.publication import find_published
     from modeling_nlq.training.disk import results_folder
 
     if noise_floor is not None and not dry_run:
         raise ValueError("--noise-floor needs --dry-run")
+    published = None if status and output_dir else find_published(comparison, seeds)
     if status:
         from modeling_nlq.training.comparison.status import describe_status
 
-        _say(*describe_status(results_folder(output_dir or read_default_folder(comparison))))
+        folder = default_folder(published.content["name"]) if published else None
+        _say(*describe_status(results_folder(output_dir or folder or read_default_folder(comparison))))
         return
     from modeling_nlq.training.api import load_plan
     from modeling_nlq.training.comparison.estimate import describe_estimate
+    from modeling_nlq.training.comparison.ledger import ledger_of
+    from modeling_nlq.training.comparison.pooling import pooled_lines
     from modeling_nlq.training.comparison.report import describe
     from modeling_nlq.training.comparison.run import is_main_process, make_engine, run_and_report
     from modeling_nlq.training.run.recipe import read_overrides
 
-    plan = load_plan(comparison, read_overrides(context.args), trust_parts)
+    plan = load_plan(comparison, read_overrides(context.args), trust_parts, published)
     folder = results_folder(output_dir or default_folder(plan.name))
     made = make_engine(engine, cpus_per_run=cpus_per_run, jobs=jobs, **_options_of(context, "With --engine ray"))
     if is_main_process():
-        _say(*plan.describe(), flush=True)
+        _say(*([published.describe()] if published else []), *plan.describe(), flush=True)
         if dry_run:
             for line in describe_estimate(plan, cpus_per_run, noise_floor):
                 _say(line, flush=True)
@@ -261,7 +269,13 @@ def compare(
         return
     results = run_and_report(plan, folder, made)
     if is_main_process():
-        _say(f"\n{describe(results)}\n\nreport: {folder}/report.html")
+        _say(f"\n{describe(results)}\n")
+        if published:
+            own = ledger_of(results)
+            _say(*published.verdict_lines(own), "")
+            if seeds != "original":
+                _say("both together:", *pooled_lines(published.ledger, own), "")
+        _say(f"report: {folder}/report.html")
 
 
 @_command("Train and compare", "comparison.pooling")
@@ -437,7 +451,9 @@ def convert(
 
 @_command("Convert and share", "api")
 def publish(
-    folder: str = _argument("Folder of a saved NLQ model; with --space, the folder or a page.", metavar="RUN"),
+    folder: str = _argument(
+        "Folder of a saved NLQ model or of nlq compare; with --space, the folder or a page.", metavar="RUN"
+    ),
     repo_id: str = _argument("owner/name", metavar="REPO_ID"),
     adapter: bool = _flag("Upload only what a run with trainable: new trained, as an adapter of PEFT."),
     space: bool = _flag("Upload the page of nlq explore as a Space, and no model; it quotes its text."),
@@ -450,7 +466,10 @@ def publish(
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
 ) -> None:
-    """Upload a trained or converted model to the Hub: weights, configuration, code, tokenizer, results and card."""
+    """Upload a trained or converted model to the Hub: weights, configuration, code, tokenizer, results and card.
+
+    Of a comparison, upload its file, runs, verdicts and report as a data set, which nlq compare owner/name repeats.
+    """
     from modeling_nlq.training.api import publish
     from modeling_nlq.training.sharing.publishing import publish_space
 

@@ -1,4 +1,4 @@
-"""Uploads a model, or a page of `nlq explore`, to the Hub, in one commit.
+"""Uploads a model, a page of `nlq explore` or a comparison to the Hub, in one commit.
 
 A run folder also contains optimizer states, logs, and files of the user. So a list of allowed files decides what is
 published. Each is opened once, so that what was checked is sent.
@@ -25,7 +25,7 @@ from huggingface_hub import (
     get_local_safetensors_metadata,
     get_token,
 )
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
@@ -37,14 +37,18 @@ from ..disk import open_file, read_bytes, resolve_user_path
 from ..files import (
     ADAPTER,
     CARD_FILE,
+    COMPARISON_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
     PAGE_FILE,
     PLOT_FILE,
     RECIPE_FILE,
     RECORDS,
+    REPORT_FILES,
+    RUNS_FILE,
     SETTINGS,
     TOKENIZER,
+    VERDICTS_FILE,
     VOCABULARIES,
     WEIGHTS,
     code_files,
@@ -61,7 +65,13 @@ from .eval_results import EEE_FILE, HUB_FILE, eval_results
 from .scrub import check_for_traces, without_folders
 
 
-_REPORT = ("comparison/results.md", "comparison/figures/*.png")
+_REPORT = tuple(f"comparison/{name}" for name in REPORT_FILES)
+# What an earlier publication may have uploaded, as patterns by the kind of repository
+_PUBLISHED = {
+    "model": (*WEIGHTS, *ADAPTER, *SETTINGS, *TOKENIZER, *RECORDS, *_REPORT, HUB_FILE, EEE_FILE, "*_nlq.py"),
+    "dataset": (COMPARISON_FILE, RUNS_FILE, VERDICTS_FILE, *REPORT_FILES, "parts/*.py"),
+    "space": (),
+}
 # Fields with the path that a tokenizer or a configuration was loaded from
 _PATH_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
 _STATUS = {
@@ -114,7 +124,7 @@ def publish_model(
         scratch = resolve_user_path(name) if adapter else None
         contents = _collect(resolve_user_path(folder), repo_id, card, scratch, open_files)
         check_for_traces(Path(folder), contents)
-        return _send(repo_id, contents, private, revision, dry_run)
+        return send(repo_id, contents, private, revision, dry_run)
 
 
 def publish_space(
@@ -135,7 +145,7 @@ def publish_space(
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
     contents = {"README.md": card.encode(), "index.html": content}
     check_for_traces(page.parent, contents)
-    return _send(repo_id, contents, private, revision, dry_run, "space")
+    return send(repo_id, contents, private, revision, dry_run, "space")
 
 
 def _title_of_page(text: str) -> str | None:
@@ -152,13 +162,13 @@ def _title_of_page(text: str) -> str | None:
     return html.unescape(re.search(r"<title>(.*?)</title>", text)[1])
 
 
-def _send(
+def send(
     repo_id: str,
     contents: dict[str, Path | bytes],
     private: bool | None,
     revision: str | None,
     dry_run: bool,
-    kind: Literal["model", "space"] = "model",
+    kind: Literal["model", "space", "dataset"] = "model",
 ) -> Publication:
     """Creates the repository and its branch if they do not exist, and makes one commit; raises as `publish`."""
     if "/" not in repo_id:
@@ -180,7 +190,7 @@ def _send(
         if private and not before.private:
             raise ValueError("the repository is public; make it private on the Hub first, or leave out --private")
         existing = {file.rfilename for file in before.siblings or []}
-        stale = sorted(name for name in existing - contents.keys() if kind == "model" and _is_published(name))
+        stale = sorted(name for name in existing - contents.keys() if _is_published(name, kind))
         added = [CommitOperationAdd(name, content) for name, content in contents.items()]
         commit = api.create_commit(
             repo_id,
@@ -191,7 +201,7 @@ def _send(
             parent_commit=before.sha,
         )
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
+        raise PublishingError(f"{repo_id} was not published: {explain(error)}".replace(token, "***")) from None
     return Publication(sizes, commit.commit_url, commit.oid)
 
 
@@ -344,17 +354,19 @@ def _check_weights(
     return model, [folder / file for file in (*index, *metadata.files_metadata)]
 
 
-def _is_published(name: str) -> bool:
+def _is_published(name: str, kind: str) -> bool:
     """Tells whether `nlq publish` could have uploaded a file with this name."""
-    patterns = (*WEIGHTS, *ADAPTER, *SETTINGS, *TOKENIZER, *RECORDS, *_REPORT, HUB_FILE, EEE_FILE, "*_nlq.py")
-    return any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
+    matching = (pattern for pattern in _PUBLISHED[kind] if fnmatch.fnmatch(name, pattern))
+    return any(name.count("/") == pattern.count("/") for pattern in matching)
 
 
-def _explain(error: BaseException) -> str:
+def explain(error: BaseException) -> str:
+    """Says in one line why the Hub did not do what was asked."""
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
         error = error.__cause__  # raised for a large file
     if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
+        # Without a token, the Hub answers 401 for a repository that does not exist
+        status = 404 if isinstance(error, RepositoryNotFoundError) else error.response.status_code
         reason = " ".join((error.server_message or "no reason given").split())
         return f"{status}: {_STATUS.get(status, 'the Hub refused')} ({reason})"
     if isinstance(error, HTTPError):

@@ -14,8 +14,9 @@ from support.properties import examples
 
 from modeling_nlq.training.comparison import ledger as ledgers
 from modeling_nlq.training.comparison.inference import ALPHA, Estimate, Verdict, analyse
-from modeling_nlq.training.comparison.ledger import Ledger, RunRow, VerdictRow, read_ledger, write_table
+from modeling_nlq.training.comparison.ledger import Ledger, RunRow, VerdictRow, write_table
 from modeling_nlq.training.comparison.pooling import Pooled, combine, pool, pool_and_report, pooled_lines
+from modeling_nlq.training.comparison.publication import read_ledger
 from modeling_nlq.training.files import read_json, write_yaml
 from modeling_nlq.training.values import from_json
 from nlq import main

@@ -169,7 +169,7 @@ def test_what_was_checked_is_sent(copy_run, monkeypatch):
         for name in expected:
             sent[name] = contents[name] if isinstance(contents[name], bytes) else contents[name].read_bytes()
 
-    monkeypatch.setattr(publishing, "_send", swap)
+    monkeypatch.setattr(publishing, "send", swap)
     publish(folder, "anna/x")
     assert sent == expected
 
