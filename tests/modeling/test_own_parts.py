@@ -268,7 +268,7 @@ METHODS = {
     "score_biass change_output": "B.score_biass is not a hook, so nothing calls it; did you mean 'score_bias'?",
     "token_states change_output": "did you mean 'token_state'?",
     "change_rotation change_output": "B.change_rotation is not a hook, so nothing calls it; did you mean 'change_",
-    "changes_output": "B overrides no hook, so it changes nothing; did you mean 'change_output'? hooks are change_resi",
+    "changes_output": "B overrides no hook, so it changes nothing; did you mean 'change_output'? hooks are ch",
     "": "B overrides no hook, so it changes nothing; hooks are change_residual, change_input,",
     "change_output helper": None,
     "measure": None,

@@ -65,7 +65,8 @@ class Recipe(Value):
     model: str = _field("model")
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = _field("data", "python-stdlib")
-    """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl or .parquet; or
+    """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl, .csv or
+    .parquet; or
     `synthetic:TASK`."""
     task: dict[str, Any] | None = _field("data", None, OfTask)
     """With `dataset: synthetic:TASK`, the sizes of the task that differ from its defaults."""
