@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import CONFIG_NAME, cached_file, logging
 from transformers.utils.hub import extract_commit_hash
 
 from modeling_nlq import NLQSeq2SeqConfig
@@ -236,13 +236,25 @@ def load_model(
 
 def load_weights(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """Loads a language model; raises `ValueError` if weights are damaged or missing."""
-    with source_named(name):
+    with source_named(name), _without_bars():
         model, info = kind_of(config).auto_class.from_pretrained(
             name, config=config, output_loading_info=True, **options
         )
     if missing := sorted(info["missing_keys"]):  # they would be new, without a word
         raise ValueError(f"model {name!r} is not a language model: its weights lack {listed(missing)}")
     return model
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keeps Transformers from showing a bar for each of the many models that a command loads."""
+    is_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_shown:
+            logging.enable_progress_bar()
 
 
 def peft_task(model: PreTrainedModel) -> str | None:

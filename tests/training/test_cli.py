@@ -14,7 +14,6 @@ from nlq import main
 
 # Exit status, command, and what its error says. No command changes a file
 BAD_INPUT = r"""
-2 | | Missing command; see nlq --help
 2 | trian | No such command 'trian'
 2 | train | Missing argument 'recipe'; see nlq train --help
 2 | train demo --engine spark | '--engine' | 'spark' | 'local', 'ray'
@@ -120,10 +119,20 @@ def test_help_in_groups(capsys):
     for group, text in re.findall(r"─ (\w+(?: \w+)+) ─.*\n([^╰]*)", capsys.readouterr().out):
         assert re.findall(r"^│ (\w+)", text, flags=re.MULTILINE) == groups.pop(group).split()
     assert not groups
+    assert main([]) == 0 and " Usage: nlq [OPTIONS] COMMAND" in capsys.readouterr().out
     assert main(["train", "-h"]) == 0 and "Usage: nlq train [OPTIONS]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words, completed", [("nlq tra", "train\n"), ("nlq train demo --engine ", "local\nray\n")])
+COMPLETED = {
+    "nlq tra": "train\n",
+    "nlq train demo --engine ": "local\nray\n",
+    "nlq train dem": "demo\n",
+    "nlq compare que": "queries\nqueries-modern\n",
+    "nlq params tiny-linear tiny-se": "tiny-selective\ntiny-seq2seq\n",
+}
+
+
+@pytest.mark.parametrize("words, completed", COMPLETED.items())
 def test_options_are_completed(words, completed):
     environment = {"_NLQ_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     assert run_python(f"import os; os.environ |= {environment}; import nlq; nlq.main()") == completed

@@ -10,6 +10,7 @@ import torch
 
 from ..run.muon import make_muon
 from ..run.objectives import objective_of
+from ..run.threads import choose_threads
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
 from .comparison import Comparison, Variant, heights_of
@@ -68,7 +69,7 @@ def describe_estimate(
                     f"{100 * _POWER:.0f} % of cases where the noise floor is at most {most:.2g} %"
                     + ("" if noise_floor is None else "; it is" if noise_floor <= most else "; it is not")
                 )
-    total = 0.0
+    total, threads = 0.0, threads or choose_threads()
     for name, scale in plan.scales.items():
         try:
             runs = {

@@ -36,7 +36,7 @@ from ..size import ModelKind, Size, auto_class_of, measure, size_of, vocabulary_
 from .blocks import Blocks
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .conflicts import check_recipe, conflicts_of_lengths, emulated_bf16
-from .data import check_vocabulary, prepare_data
+from .data import check_vocabulary, prepare_data, warn_of_spare_ids
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import choose_trained, merge_lora
 from .objectives import objective_of
@@ -81,6 +81,8 @@ def train_recipe(
     with arguments.main_process_first(local=False, desc="data preparation"):
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder or place.path, arguments.seed)
     check_vocabulary(tokenizer, recipe.tokenizer_name, recipe.config)
+    if is_main_process:
+        warn_of_spare_ids(tokenizer, recipe)
     forget_used_kernels()
     if arguments.torch_compile:
         torch.compiler.reset()  # kernels are recorded while a graph is traced
