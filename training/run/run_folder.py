@@ -228,13 +228,13 @@ def describe_interrupted(folder: Path) -> str:
     """Says what the same command would do with a run or a comparison that was interrupted."""
     if (folder / METRICS_FILE).is_file():
         return "the run itself is finished"
-    checkpoints = [path.parent for path in folder.rglob(CHECKSUMS_FILE) if path.parent.name.startswith(CHECKPOINT)]
     if (folder / COMPARISON_FILE).is_file():
         finished = count(sum(1 for _ in folder.rglob(METRICS_FILE)), "finished run")
-        others = "the others from their last checkpoints" if checkpoints else "the others from their first steps"
-        return f"the same command keeps {finished}, and makes {others}"
-    if checkpoints:
-        return f"the same command goes on from {max(checkpoints, key=lambda path: path.stat().st_mtime).name}"
+        where = "last checkpoints" if any(folder.rglob(f"{CHECKPOINT}*/{CHECKSUMS_FILE}")) else "first steps"
+        return f"the same command keeps {finished}, and makes the others from their {where}"
+    for checkpoint in RunFolder(folder).checkpoints():
+        if (checkpoint / CHECKSUMS_FILE).is_file():
+            return f"the same command goes on from {checkpoint.name}"
     return "no checkpoint was saved, so the same command begins anew"
 
 
