@@ -33,6 +33,7 @@ from ..result import Attention, Data, Evaluation, Losses, Machine, RunResult
 from ..sharing.card import base_model_of, render
 from ..sharing.scrub import without_folders
 from ..size import ModelKind, Size, auto_class_of, measure, size_of, vocabulary_of
+from ..text import count
 from .blocks import Blocks
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .conflicts import check_recipe, conflicts_of_lengths, emulated_bf16
@@ -184,7 +185,7 @@ def _describe_attention(model: PreTrainedModel, recipe: Recipe) -> str:
     for layer in (module for module in model.modules() if isinstance(module, NLQAttention)):
         request = layer.attention_request(False, device, next(layer.parameters()).dtype, length, layer.head_dim)
         backends[find_backend(layer.config._attn_implementation, [layer.layer_idx], request)] = None
-    cpus = f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""
+    cpus = f" ({count(torch.get_num_threads(), 'thread')})" if device.type == "cpu" else ""
     return f"{device}{cpus}; attention by {', '.join(backends) or model.config._attn_implementation}"
 
 
