@@ -149,7 +149,7 @@ gpu-%: $(GPU_READY)
 .venv/installed: pyproject.toml constraints.txt
 	@echo "Installing PyTorch, Transformers and what they need into .venv: 2 GB, some three minutes"
 	@$(call new_environment,.venv,constraints.txt)
-	@$(PIP) install -qq -c constraints.txt -e .
+	@$(call moving,$(PIP) install -qq -c constraints.txt -e .)
 	@.venv/bin/nlq build || true
 	@touch $@
 
@@ -205,9 +205,12 @@ DOCS = build mkdocs-jupyter mkdocs-material "mkdocstrings[python]" ruff "setupto
 	$(subst .venv,.venv-docs,$(PIP)) install -qq -c constraints.txt $(DOCS)
 	touch $@
 
+# Runs a command, and prints a dot every three seconds as long as it lasts
+moving = (while sleep 3 && kill -0 $$$$ 2>/dev/null; do printf .; done) & dots=$$!; $(1); status=$$?; kill $$dots; echo; exit $$status
+
 define new_environment
 $(PYTHON) -m venv $(1)
-$(subst .venv,$(1),$(PIP)) install -qq -c $(2) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+$(call moving,$(subst .venv,$(1),$(PIP)) install -qq -c $(2) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch)
 endef
 
 clean:

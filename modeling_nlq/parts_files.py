@@ -1,16 +1,18 @@
 """Loads files of attention parts of a user. A published model imports its parts without this code."""
 
 import ast
+import inspect
 import keyword
 import linecache
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from torch import nn
 
-from .activations_nlq import registered_activations
-from .parts_base_nlq import AttentionPart
+from .activations_nlq import did_you_mean, registered_activations
+from .parts_base_nlq import HOOKS, AttentionPart
 from .parts_user_nlq import add_file, add_part, add_to_package, hash_of
 
 
@@ -34,7 +36,8 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
     A configuration remembers the code that it was made with. A model with a part of a notebook or a script cannot be
     saved: put the class into a file, and load it by `load_attention_parts`.
 
-    Raises `ValueError` if it is no such class, cannot have its name, or overrides `forward`.
+    Raises `ValueError` if it is no such class, cannot have its name, overrides `forward`, or has no hook or a misspelt
+    one, with which it would do nothing.
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
@@ -44,8 +47,34 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
         raise ValueError(f"{name} must be a Python identifier, and no attribute of nn.ModuleDict")
     if part.forward is not AttentionPart.forward:
         raise ValueError(f"{part.__name__} overrides `forward`, which runs hooks; give the method another name")
+    _check_hooks(part)
     add_part(part)
     return part
+
+
+def _check_hooks(part: type[AttentionPart]) -> None:
+    own = {name: getattr(part, name) for name in dir(part) if not hasattr(AttentionPart, name)}
+    methods = {name: inspect.unwrap(method) for name, method in own.items() if inspect.isroutine(method)}
+    # What a method of the part calls is a helper of it
+    called = {name for method in methods.values() for name in _names_in(getattr(method, "__code__", None))}
+    called |= {name for hook in HOOKS for name in _names_in(getattr(part, hook).__code__)}
+    for name in methods.keys() - called:
+        if name.startswith(("change_", "score_", "token_")):
+            near = did_you_mean(name, HOOKS, cutoff=0.0)
+            raise ValueError(f"{part.__name__}.{name} is not a hook, so nothing calls it; {near}or remove it")
+    if not any(map(part.has_hook, (*HOOKS, "measure"))):
+        near = next(filter(None, (did_you_mean(name, HOOKS, cutoff=0.7) for name in methods)), "")
+        raise ValueError(
+            f"{part.__name__} overrides no hook, so it changes nothing; {near}hooks are {', '.join(HOOKS)}"
+        )
+
+
+def _names_in(code: CodeType | None) -> Iterator[str]:
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _names_in(constant)
 
 
 def load_attention_parts(source: str | Path, text: str | None = None) -> list[type[AttentionPart]]:

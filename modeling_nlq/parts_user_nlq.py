@@ -100,6 +100,13 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
             return part
     if part := _registered.get((name, _latest.get(name) if code is None else code)):
         return part
+    if code is None:
+        known = ", ".join(_latest) or "none"
+        near = did_you_mean(name, _latest)
+        raise ValueError(
+            f"attention_parts: {name!r} is unknown; {near}known parts: {known}; the recipe names files, "
+            "`parts: [FILE.py]`, or load_attention_parts('FILE.py')"
+        )
     raise ValueError(
         f"attention_parts: {name!r} (code {code}) is unknown; if you trust the file beside the model, load it by "
         "load_attention_parts('FILE.py') or --parts FILE.py"

@@ -5,11 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .disk import resolve_user_path, results_folder
 from .files import PAGE_FILE
 from .result import RunResult
 from .run.recipe import Recipe, load_recipe
 from .run.run_folder import RunFolder
+from .run.threads import choose_threads
 from .run.train import train_recipe
 
 
@@ -64,6 +67,8 @@ def train_with(engine: str, recipe: Recipe, **options: Any) -> RunResult:
         from .run.ray_jobs import train_on_ray  # it imports Ray, which takes seconds
 
         result = train_on_ray(recipe, **options)
+    if engine == "local" and recipe.arguments.world_size == 1:
+        torch.set_num_threads(choose_threads())
     with RunFolder(folder).held():
         result = result or train_recipe(recipe)
         if recipe.explore and result.losses.diverged_at is None and not (folder / PAGE_FILE).exists():

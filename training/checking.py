@@ -119,6 +119,7 @@ def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool
                 lines.append(f"  {title:<41} FAILS, difference {difference:.1e}: {failure}")
                 return lines, False
             lines.append(f"  {title:<41} holds, largest difference {difference:.1e}")
+        lines += _describe_effect(models)
     return lines, True
 
 
@@ -146,6 +147,40 @@ def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) 
     if not models:
         raise ValueError(f"{part.name} fits no model: {reason}")
     return models
+
+
+def _describe_effect(models: Models) -> Iterator[str]:
+    """Yields whether outputs differ from those of a model without the part, at its start and after changes."""
+    effects = [_effects(model) for model in models.values()]
+    at_start, at_all = (max(differences) for differences in zip(*effects))
+    own = [name for model in models.values() for name, _ in model.named_parameters() if ".parts." in name]
+    if own and at_start <= TOLERANCE:
+        yield f"  {'changes outputs at its start':<41} no: it begins as without it"
+    elif own:
+        yield f"  {'changes outputs at its start':<41} yes, by up to {at_start:.1e}"
+    title = f"changes outputs{', its parameters changed' if own else ''}"
+    yes = f"yes, by up to {at_all:.1e}"
+    yield f"  {title:<41} {yes if at_all > TOLERANCE else 'NO: all models compute the same as without it'}"
+
+
+@torch.no_grad()
+def _effects(model: NLQForCausalLM) -> tuple[float, float]:
+    """Returns how much outputs differ from those without the part: with its initial parameters, and with others."""
+    config = type(model.config).from_dict({**model.config.to_dict(), "attention_parts": None})
+    without, initial = (type(model)(made).double() for made in (config, model.config))
+    weights, shapes = model.state_dict(), {name: value.shape for name, value in without.state_dict().items()}
+    without.load_state_dict({n: v for n, v in weights.items() if shapes.get(n) == v.shape}, strict=False)
+    initial.load_state_dict({name: value for name, value in weights.items() if name in shapes}, strict=False)
+    changed = copy.deepcopy(model)
+    largest = []
+    for other in (initial, changed):
+        differences = [0.0]
+        for length, is_training in itertools.product((SHORT, LONG), (False, True)):
+            with torch.random.fork_rng(devices=[]):
+                expected = _logits(without.train(is_training), _tokens(2, length))
+                differences.append(_difference(_logits(other.train(is_training), _tokens(2, length)), expected))
+        largest.append(max(differences))
+    return largest[0], largest[1]
 
 
 def _try(differences: Differences, cases: Sequence[tuple[int, str]], models: Models) -> tuple[float, str | None]:

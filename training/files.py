@@ -19,7 +19,7 @@ from .text import QUOTE_IT
 
 
 # Suffixes of data files, before `.gz` if any, and the builder of `datasets` for each
-DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 BUILT_IN_CORPORA = ("python-stdlib", "python-docstrings", "cmudict")
 SYNTHETIC = "synthetic:"  # before the name of a task
 CARD_FILE = "README.md"

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import CONFIG_NAME, cached_file, logging
 from transformers.utils.hub import extract_commit_hash
 
 from modeling_nlq import NLQSeq2SeqConfig
@@ -36,8 +36,27 @@ def is_saved_model(name: str) -> bool:
     return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
 
 
+def check_saved(folder: str | Path) -> None:
+    """Raises `ValueError` if a folder holds no saved model."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    if not Path(folder, CONFIG_NAME).is_file():
+        raise ValueError(f"{folder} lacks {CONFIG_NAME}: it is not a saved model, or its training did not finish")
+
+
+def _check_model_exists(name: str) -> None:
+    """Raises `ValueError` for a folder without a model, or a run that is not here, before a network is asked."""
+    if Path(name).is_dir():
+        check_saved(name)
+    elif Path(name).parts[:1] == ("runs",) and is_saved_model(name):
+        runs = [folder.name for folder in Path(name).parent.glob("*/") if (folder / CONFIG_NAME).is_file()]
+        hint = suggestion(Path(name).name, runs) if runs else f"{Path(name).parent} has no saved models"
+        raise ValueError(f"model {name!r} is not a local folder; {hint}")
+
+
 def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
     """Loads a configuration by name, and sets switches; raises `ValueError` for what is unknown or not allowed."""
+    _check_model_exists(name)
     path = name if is_saved_model(name) else str(find("models", name))
     try:
         values, _ = PreTrainedConfig.get_config_dict(path)
@@ -200,6 +219,7 @@ def load_model(
     """
     if name.endswith(".gguf"):
         raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")
+    _check_model_exists(name)
     try:
         with source_named(name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -216,13 +236,25 @@ def load_model(
 
 def load_weights(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """Loads a language model; raises `ValueError` if weights are damaged or missing."""
-    with source_named(name):
+    with source_named(name), _without_bars():
         model, info = kind_of(config).auto_class.from_pretrained(
             name, config=config, output_loading_info=True, **options
         )
     if missing := sorted(info["missing_keys"]):  # they would be new, without a word
         raise ValueError(f"model {name!r} is not a language model: its weights lack {listed(missing)}")
     return model
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keeps Transformers from showing a bar for each of the many models that a command loads."""
+    is_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_shown:
+            logging.enable_progress_bar()
 
 
 def peft_task(model: PreTrainedModel) -> str | None:

@@ -95,6 +95,9 @@ class TestRefusals:
         class Late(AttentionPart):
             name, causal_only = "late_test_part", True
 
+            def change_output(self, call, heads):
+                return heads
+
         register_attention_part(Late)
         with pytest.raises((ValueError, StrictDataclassError), match="late_test_part needs an order of the tokens"):
             NLQConfig(**SIZES, is_causal=False, attention_parts=["late_test_part"])

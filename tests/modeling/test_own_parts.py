@@ -1,5 +1,7 @@
 """Parts of a user's own: their files travel with a model, and no other code is ever used in their place."""
 
+import re
+
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -146,6 +148,9 @@ class Zero(nn.Linear):
 class Part(AttentionPart):
     name = "initial"
 
+    def change_output(self, call, heads):
+        return heads
+
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
         self.plain = nn.Linear(64, 64)
@@ -242,6 +247,9 @@ def test_a_class_in_no_file_is_used_but_not_saved(tmp_path):
     class Here(AttentionPart):
         name = "distance"
 
+        def change_output(self, call, heads):
+            return heads
+
     register_attention_part(Here)
     model = make()
     assert model.config.attention_parts_code is None
@@ -252,3 +260,36 @@ def test_a_class_in_no_file_is_used_but_not_saved(tmp_path):
     for bad, message in ((int, "must be a subclass"), *wrong):
         with pytest.raises(ValueError, match=message):
             register_attention_part(bad)
+
+
+# Methods of a part, and what is said of them; nothing of a part that is right
+METHODS = {
+    "change_outputs": "B.change_outputs is not a hook, so nothing calls it; did you mean 'change_output'?",
+    "score_biass change_output": "B.score_biass is not a hook, so nothing calls it; did you mean 'score_bias'?",
+    "token_states change_output": "did you mean 'token_state'?",
+    "change_rotation change_output": "B.change_rotation is not a hook, so nothing calls it; did you mean 'change_",
+    "changes_output": "B overrides no hook, so it changes nothing; did you mean 'change_output'? hooks are ch",
+    "": "B overrides no hook, so it changes nothing; hooks are change_residual, change_input,",
+    "change_output helper": None,
+    "measure": None,
+}
+
+
+@pytest.mark.parametrize("methods", METHODS)
+def test_a_misspelt_hook_is_refused(methods):
+    part = type("B", (AttentionPart,), {"name": "b", **dict.fromkeys(methods.split(), lambda self, call: None)})
+    if METHODS[methods] is None:
+        assert register_attention_part(part) is part
+        return
+    with pytest.raises(ValueError, match=re.escape(METHODS[methods])):
+        register_attention_part(part)
+
+
+def test_a_helper_may_be_named_as_a_hook(tmp_path):
+    """Here within a comprehension, of which older versions of Python make a function."""
+    helper = "    @staticmethod\n    def score_of(slope):\n        return slope.exp()\n"
+    call = "torch.stack([self.score_of(slope) for slope in self.slope_bias])[:, None]"
+    text = DISTANCE.replace("self.slope_bias.exp()[:, None]", call)
+    assert text != DISTANCE and load(tmp_path, f"{text}\n{helper}")
+    with pytest.raises(ValueError, match=r"Bias\.score_of is not a hook"):
+        load(tmp_path, f"{DISTANCE}\n{helper}")

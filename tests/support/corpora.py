@@ -21,6 +21,8 @@ def write_documents(path: Path, texts: list[str]) -> Path:
         plain.unlink()
     elif path.suffix.lower() == ".txt":
         path.write_text("\n\n".join(texts))
+    elif path.suffix == ".csv":
+        Dataset.from_dict({"text": texts}).to_csv(path)
     elif path.suffix == ".parquet":
         Dataset.from_dict({"text": texts}).to_parquet(path)
     else:

@@ -69,7 +69,7 @@ _SEES_THE_FUTURE = (
 )
 
 
-def _idea(body: str, hook: str = "change_output(self, call, heads)", **init: str) -> str:
+def idea(body: str, hook: str = "change_output(self, call, heads)", **init: str) -> str:
     """Returns a file whose part has one hook, and attributes that `__init__` sets."""
     lines = [f"self.{name} = {value}" for name, value in init.items()]
     lines = [
@@ -85,7 +85,7 @@ _PROJECTIONS = "change_qkv(self, call, query, key, value)"
 _GAIN = "nn.Parameter(torch.ones(1))"
 # A place among a text's tokens, which is right with padding or a cache, and not with both
 _PADDING_OF_THIS_CALL = (
-    _idea(
+    idea(
         """
     if call.token_context.document is not None:
         place = call.token_context.query_position
@@ -105,7 +105,7 @@ _PADDING_OF_THIS_CALL = (
 """
 )
 # A sum over the text's tokens that the OWNER, and no column of the cache, keeps from call to call
-_OWN_CACHE = _idea(
+_OWN_CACHE = idea(
     """
     own = value.mean(dim=(2, 3)).sigmoid()
     if call.token_context.is_valid is not None:
@@ -154,12 +154,12 @@ FAULTS = {
         "2 tokens, of which those from number 2 on change",
     ),
     "draws_in_evaluation": (
-        _idea("return nn.functional.dropout(heads, 0.1)"),
+        idea("return nn.functional.dropout(heads, 0.1)"),
         _REPEATED,
         "1 token, with gradients and without",
     ),
     "keeps_a_tensor_of_its_first_call": (
-        _idea(
+        idea(
             "self.kept = self.kept or [heads.new_ones(1)]\nreturn heads * self.kept[0] * self.gain",
             kept="None",
             gain=_GAIN,
@@ -168,7 +168,7 @@ FAULTS = {
         "1 token, with softmax: RuntimeError: Inference tensors",
     ),
     "other_width_of_heads": (
-        _idea(
+        idea(
             "return heads * self.gain",
             gain="nn.Parameter(torch.ones(config.hidden_size // config.num_attention_heads))",
         ),
@@ -176,7 +176,7 @@ FAULTS = {
         "1 token, with sigmoid, wide heads and a gated MLP: RuntimeError",
     ),
     "block_of_64_sees_itself": (
-        _idea("late = heads[:, 64:]\nreturn torch.cat([heads[:, :64], late + late.mean(dim=1, keepdim=True)], dim=1)"),
+        idea("late = heads[:, 64:]\nreturn torch.cat([heads[:, :64], late + late.mean(dim=1, keepdim=True)], dim=1)"),
         _FUTURE,
         "66 tokens, of which those from number 66 on change",
     ),
@@ -192,44 +192,44 @@ FAULTS = {
         "2 texts of 2 tokens that change places",
     ),
     "gradient_of_padding": (
-        _idea(
+        idea(
             "norm = heads.square().sum(dim=-1, keepdim=True).sqrt()\nreturn torch.where(norm > 0, heads / norm, heads)"
         ),
         "a row of padding alone stays finite",
         "a row of 1 token of padding alone, gradients included",
     ),
     "cheats_in_training": (
-        _idea("return heads.roll(1, dims=1) if self.training else heads"),
+        idea("return heads.roll(1, dims=1) if self.training else heads"),
         _TRAINING,
         "2 texts of 2 tokens, gradients included",
     ),
     "reads_a_number": (
-        _idea("return heads * self.gain.item()", gain=_GAIN),
+        idea("return heads * self.gain.item()", gain=_GAIN),
         _USED,
         "layers.0.self_attn.parts.idea.gain has no gradient",
     ),
     "stream_sees_the_future": (
-        _idea("return states + states.mean(dim=1, keepdim=True)", "change_residual(self, call, states, earlier)"),
+        idea("return states + states.mean(dim=1, keepdim=True)", "change_residual(self, call, states, earlier)"),
         _FUTURE,
         "2 tokens, of which those from number 2 on change",
     ),
     "stream_in_place": (
-        _idea("return states + earlier[-1].mul_(0.5)", "change_residual(self, call, states, earlier)"),
+        idea("return states + earlier[-1].mul_(0.5)", "change_residual(self, call, states, earlier)"),
         "no hook changes its inputs in place",
         "1 token: change_residual changes a tensor in place",
     ),
     "input_in_place": (
-        _idea("return hidden_states.mul_(0.5)", "change_input(self, call, hidden_states)"),
+        idea("return hidden_states.mul_(0.5)", "change_input(self, call, hidden_states)"),
         _PLACE,
         "1 token: change_input changes a tensor in place",
     ),
     "float32": (
-        _idea("return heads * self.gain.to(torch.promote_types(heads.dtype, torch.float32))", gain=_GAIN),
+        idea("return heads * self.gain.to(torch.promote_types(heads.dtype, torch.float32))", gain=_GAIN),
         _DTYPES,
         "7 tokens, with softmax: RuntimeError: ",
     ),
     "no_device": (
-        _idea("return heads * torch.arange(1, heads.shape[2] + 1).to(heads.dtype)[:, None]"),
+        idea("return heads * torch.arange(1, heads.shape[2] + 1).to(heads.dtype)[:, None]"),
         "a model can be on another device",
         "7 tokens, with softmax: RuntimeError: Tensor on device cpu",
     ),
@@ -237,7 +237,7 @@ FAULTS = {
 
 
 def _leak(condition: str) -> str:
-    return _idea(f"return heads + heads.mean(dim=1, keepdim=True) * ({condition})")
+    return idea(f"return heads + heads.mean(dim=1, keepdim=True) * ({condition})")
 
 
 # By name: file, failing invariant, smallest case. They need all models and lengths
@@ -249,37 +249,37 @@ LATE_FAULTS = {
     ),
     "leak_of_odd_heads": (_leak("heads.shape[2] not in (4, 8, 16)"), _FUTURE, "on change, with num_attention_heads="),
     "third_row_hears_the_first": (
-        _idea("return torch.cat([heads[:2], heads[2:] + 0.1 * heads[:1].mean()])"),
+        idea("return torch.cat([heads[:2], heads[2:] + 0.1 * heads[:1].mean()])"),
         _BATCH,
         "text 3 of a batch of 1, 1 and 1 token, with softmax",
     ),
     "padding_before_only": (
-        _idea("valid = call.token_context.is_valid\nreturn heads if valid is None or valid[0, 0] else 2 * heads"),
+        idea("valid = call.token_context.is_valid\nreturn heads if valid is None or valid[0, 0] else 2 * heads"),
         "a padded text equals the text alone",
         "1 token with 2 of padding before them",
     ),
     "cache_of_400": (
-        _idea("return 2 * heads if call.token_context.query_index[0] > 400 else heads"),
+        idea("return 2 * heads if call.token_context.query_index[0] > 400 else heads"),
         "cached decoding equals the full pass",
         "402 tokens in chunks of 401, 1, with softmax",
     ),
 }
 # Parts that are right, though something of them looks like a fault
 RIGHT = {
-    "buffer_that_is_not_saved": _idea(
+    "buffer_that_is_not_saved": idea(
         "return heads * self.gain", gain="nn.Buffer(torch.full((), 0.5), persistent=False)"
     ),
     "counts_in_the_cache": _COUNTER,
-    "dropout": _idea(
+    "dropout": idea(
         """
         heads = torch.dropout(self.dropout(heads), 0.5, self.training)
         return nn.functional.dropout(heads, training=self.training)
         """,
         dropout="nn.Dropout(0.5)",
     ),
-    "straight_through": _idea("return heads + (heads.sign() - heads).detach()"),
-    "keeps_a_loss": _idea("self.loss = heads.square().mean()\nreturn heads"),
-    "frozen": _idea("return heads * self.gain", gain="nn.Parameter(torch.ones(()), requires_grad=False)"),
-    "reads_no_parameter": _idea("return 2 * heads if heads.isnan().any() else heads"),
-    "no_scores": _idea("return torch.zeros_like(scores)", "change_scores(self, call, scores, visible)"),
+    "straight_through": idea("return heads + (heads.sign() - heads).detach()"),
+    "keeps_a_loss": idea("self.loss = heads.square().mean()\nreturn heads"),
+    "frozen": idea("return heads * self.gain", gain="nn.Parameter(torch.ones(()), requires_grad=False)"),
+    "reads_no_parameter": idea("return 2 * heads if heads.isnan().any() else heads"),
+    "no_scores": idea("return torch.zeros_like(scores)", "change_scores(self, call, scores, visible)"),
 }

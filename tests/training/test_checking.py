@@ -3,10 +3,10 @@
 import textwrap
 
 import pytest
-from support.own_parts import DISTANCE, FAULTS, IDEAS, LATE_FAULTS, RIGHT
+from support.own_parts import DISTANCE, FAULTS, IDEAS, LATE_FAULTS, RIGHT, idea
 
 from modeling_nlq import load_attention_parts
-from modeling_nlq.training import ideas
+from modeling_nlq.training import checking, ideas
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.checking import INVARIANTS, describe
 
@@ -49,7 +49,38 @@ def test_a_new_file(tmp_path, idea):
 @pytest.mark.slow
 def test_the_documented_part_passes(tmp_path):
     lines, holds = describe(write(tmp_path, DISTANCE))
-    assert holds and len(lines) == 1 + len(INVARIANTS) and all("holds" in line for line in lines[1:])
+    assert holds and all("holds" in line for line in lines[1 : 1 + len(INVARIANTS)])
+    start, changed = lines[1 + len(INVARIANTS) :]
+    assert start.startswith("  changes outputs at its start              yes, by up to ")
+    assert changed.startswith("  changes outputs, its parameters changed   yes, by up to ")
+
+
+# By name: a part, and whether it changes outputs at its start, if it has parameters, and at all
+EFFECTS = {
+    "zero_at_first": (
+        "return heads * (1 + self.gain)",
+        {"gain": "nn.Parameter(torch.zeros(1))"},
+        ["no: ", "yes, by up to "],
+    ),
+    "in_training": ("return torch.dropout(heads, 0.5, self.training)", {}, ["yes, by up to "]),
+    "late": ("return torch.cat([heads[:, :64], 2 * heads[:, 64:]], dim=1)", {}, ["yes, by up to "]),
+    "nothing": ("return heads.clone()", {}, ["NO: all models compute the same"]),
+    "gradient_alone": (
+        "return heads + self.gain - self.gain",
+        {"gain": "nn.Parameter(torch.ones(1))"},
+        ["no: ", "NO: "],
+    ),
+}
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_whether_a_part_changes_outputs(tmp_path, two_surroundings, monkeypatch, effect):
+    body, attributes, expected = EFFECTS[effect]
+    monkeypatch.setattr(checking, "INVARIANTS", {})
+    lines, holds = describe(write(tmp_path, idea(body, **attributes)))
+    found = [line[44:] for line in lines[1:]]
+    assert holds and len(found) == len(expected) and all(map(str.startswith, found, expected)), lines
 
 
 @pytest.mark.thin(8)
@@ -84,6 +115,7 @@ BAD_FILES = {
     "from modeling_nlq import NLQConfig": "cannot import NLQConfig",
     "from .other import x": "cannot import .other",
     PART: "must be a Python identifier",
+    PART.replace("not a name", "a"): "A overrides no hook",
 }
 
 

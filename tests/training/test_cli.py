@@ -14,7 +14,6 @@ from nlq import main
 
 # Exit status, command, and what its error says. No command changes a file
 BAD_INPUT = r"""
-2 | | Missing command; see nlq --help
 2 | trian | No such command 'trian'
 2 | train | Missing argument 'recipe'; see nlq train --help
 2 | train demo --engine spark | '--engine' | 'spark' | 'local', 'ray'
@@ -32,10 +31,14 @@ BAD_INPUT = r"""
 1 | train demo --set attention_activation=softmx | attention_activation='softmx' | sigmoid
 1 | train demo --dataset owner/nothing-there | 'owner/nothing-there'
 1 | train demo --set qk_norm=l2 --set qk_norm=rms | --set qk_norm is given twice
-1 | train demo --model runs/nothing-there | 'runs/nothing-there' is not a local folder and cannot
+1 | train demo --model runs/nothing-there | 'runs/nothing-there' is not a local folder; runs has no saved models
+1 | train demo --model owner/nothing-there | 'owner/nothing-there' is not a local folder and cannot
 1 | train study --tokenizer bpe:9000 --set position_embedding=learned --block_size 300 | vocab_size | block_size=300
 1 | train demo --set attention_activaton=relu | 'attention_activaton' | did you mean 'attention_activation'?
-1 | train demo --dataset fine.jsonl | validation
+1 | train demo --dataset fine.jsonl | leaves none of 1 document for the split | validation_fraction=0.0
+1 | train demo --dataset nosuch.jsonl | 'nosuch.jsonl': there is no such file in
+1 | train demo --dataset void.csv | dataset 'void.csv' is empty
+1 | train demo --dataset torn.jsonl | 'torn.jsonl' cannot be read: line 2 is not JSON: Invalid control character
 1 | train demo --attn_implementation sdpa --set attention_activation=relu | 'sdpa' | eager
 1 | train demo --attn_implementation flash_attention_2 | FlashAttention2
 1 | train unknown.yaml | unknown.yaml | 'learning_speed' | training
@@ -45,7 +48,8 @@ BAD_INPUT = r"""
 1 | compare demo --status | holds no comparison yet
 1 | generate runs/nothing-there x | 'runs/nothing-there' | is not a local folder
 1 | generate model.gguf x | 'model.gguf' is a GGUF file | nlq convert model.gguf TARGET
-1 | generate half x | half | config.json
+1 | generate half x | half lacks config.json: it is not a saved model, or its training did not finish
+1 | publish nothing-there you/demo | there is no folder nothing-there
 1 | generate finished x --max_new_tokens 70 | max_new_tokens=70 | 64 positions
 1 | generate finished "" | prompt is empty
 1 | generate finished x --parts none.py | none.py cannot be read
@@ -66,6 +70,8 @@ BAD_INPUT = r"""
 def folder(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("folder")
     (folder / "fine.jsonl").write_text('{"text": "one document"}\n')
+    (folder / "torn.jsonl").write_text('{"text": "one"}\n{"text": "two\n{"text": "three"}\n')
+    (folder / "void.csv").touch()
     (folder / "unknown.yaml").write_text("model: tiny-linear\ntraining: {learning_speed: 1}\n")
     (folder / "half").mkdir()
     shutil.copytree(run[0], folder / "finished", ignore=shutil.ignore_patterns("checkpoint-*", "runs"))
@@ -113,10 +119,20 @@ def test_help_in_groups(capsys):
     for group, text in re.findall(r"─ (\w+(?: \w+)+) ─.*\n([^╰]*)", capsys.readouterr().out):
         assert re.findall(r"^│ (\w+)", text, flags=re.MULTILINE) == groups.pop(group).split()
     assert not groups
+    assert main([]) == 0 and " Usage: nlq [OPTIONS] COMMAND" in capsys.readouterr().out
     assert main(["train", "-h"]) == 0 and "Usage: nlq train [OPTIONS]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words, completed", [("nlq tra", "train\n"), ("nlq train demo --engine ", "local\nray\n")])
+COMPLETED = {
+    "nlq tra": "train\n",
+    "nlq train demo --engine ": "local\nray\n",
+    "nlq train dem": "demo\n",
+    "nlq compare que": "queries\nqueries-modern\n",
+    "nlq params tiny-linear tiny-se": "tiny-selective\ntiny-seq2seq\n",
+}
+
+
+@pytest.mark.parametrize("words, completed", COMPLETED.items())
 def test_options_are_completed(words, completed):
     environment = {"_NLQ_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     assert run_python(f"import os; os.environ |= {environment}; import nlq; nlq.main()") == completed

@@ -10,6 +10,7 @@ import torch
 
 from ..run.muon import make_muon
 from ..run.objectives import objective_of
+from ..run.threads import choose_threads
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
 from .comparison import Comparison, Variant, heights_of
@@ -54,7 +55,7 @@ def describe_estimate(
         yield _INDEPENDENT
     if plan.config.primary is not None:
         yield from _describe_primary(plan, noise_floor)
-    total = 0.0
+    total, threads = 0.0, threads or choose_threads()
     for name, scale in plan.scales.items():
         try:
             runs = {

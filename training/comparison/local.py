@@ -22,10 +22,11 @@ from transformers.utils import logging
 
 from ..disk import make_folder
 from ..result import RunResult
-from ..run.data import prepare_data
+from ..run.data import prepare_data, warn_of_spare_ids
 from ..run.recipe import Recipe
 from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
 from ..run.subprocess_run import RunFailed, describe_failure, run_in_subprocess
+from ..run.threads import THREADS_FILE, threads_of
 from ..text import check_number
 from .comparison import Run, Scale
 
@@ -43,8 +44,8 @@ class LocalEngine:
     """Makes runs in processes of this machine, each in a new one, so that a run that dies stops no other.
 
     Attributes:
-        cpus_per_run: number of threads of a run. Defaults to PyTorch's number of threads in this process; on a GPU, at
-            most the cores divided by `jobs`.
+        cpus_per_run: number of threads of a run. Defaults to that with which the folder was begun, or as
+            `choose_threads` says; on a GPU, to PyTorch's number, and at most the cores divided by `jobs`.
         jobs: number of runs at a time. Defaults to the cores divided by `cpus_per_run`, and to 1 on a GPU or without
             `cpus_per_run`. Results do not depend on it.
     """
@@ -81,20 +82,36 @@ class LocalEngine:
         """Others may work in the folder: each run has a lock."""
         return nullcontext()
 
+    def choose_threads(self, folder: Path) -> None:
+        """Takes the number of threads with which the runs in the folder were begun, or chooses it."""
+        if torch.accelerator.is_available():
+            return  # where it changes no result
+        with FileLock(folder / f"{THREADS_FILE}.lock"):
+            self._threads = threads_of(folder, self.cpus_per_run)
+
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Trains or loads the tokenizer; runs find the data in the cache of `datasets`."""
         make_folder(folder)
         with FileLock(folder / f"{_TOKENIZER}.lock"):
             first = scale.recipe_of(Run(scale.baseline, 1.0, 0), folder)
-            _, _, fingerprint = prepare_data(first, folder / _TOKENIZER)
+            tokenizer, _, fingerprint = prepare_data(first, folder / _TOKENIZER)
+            warn_of_spare_ids(tokenizer, first)
         return folder / _TOKENIZER, fingerprint
 
     def room(self, running: int) -> int:
         return self.jobs - running
 
     def submit(self, name: str, recipe: Recipe, data: Path) -> Future[RunResult]:
-        with environment_of_one_run():  # which the processes of runs get from the server
-            ensure_running()
+        # The server imports for seconds, in which Ctrl-C would print its traceback
+        before = (
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else ()
+        )
+        try:
+            with environment_of_one_run():  # which the processes of runs get from the server
+                ensure_running()
+        finally:
+            if hasattr(signal, "pthread_sigmask"):
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self._pool.submit(self._make_run, name, recipe, data)
 
     def progress(self) -> dict[str, RunProgress]:

@@ -24,6 +24,9 @@ class RayEngine(RayWorkers):
         """Refuses a second driver of the folder."""
         return RunFolder(folder / _DATA, plan=None).held()
 
+    def choose_threads(self, folder: Path) -> None:
+        """Leaves the number that the run reserves."""
+
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Saves tokenizer and tokenised data in the folder."""
         return share_data(scale.recipe_of(Run(scale.baseline, 1.0, 0), folder), folder / _DATA)

@@ -225,7 +225,7 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     else:
         sections += [_models(largest), *figures[1:], *_runs(largest), _protocol(protocol_sentences(largest))]
     configuration = [
-        Markdown(f"{code(outcome.command)}, which is after the command line:"),
+        Markdown(f"{code(outcome.command)}. With what the command line sets, the comparison is:"),
         code(yaml.safe_dump(json.loads(json.dumps(outcome.comparison)), sort_keys=False), "yaml"),
         *([] if outcome.interactions else [provenance(largest)]),
     ]

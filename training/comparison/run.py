@@ -43,6 +43,9 @@ class Engine(Workers, Protocol):
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
         """Returns a context that keeps other processes out of the folder, unless the engine allows them."""
 
+    def choose_threads(self, folder: Path) -> None:
+        """Settles the number of threads of a run, which is the same whenever the comparison is resumed."""
+
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Makes tokenizer and data once for all scales. Returns their folder and the documents' fingerprint."""
 
@@ -92,6 +95,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
             check_same_models(folder / MODELS_FILE, comparison.scales)
+            engine.choose_threads(folder)
             added = _added_seeds(folder, comparison.scales)
             axis = comparison.config.axis
             stores = {name: RunStore(scale_folder(folder, axis, name)) for name in comparison.scales}

@@ -214,10 +214,9 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, planned: int | No
     if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:
         warnings.append("Some models chose among learning rates, and others had one: the choice favours the former.")
     if results.added_seeds:
-        warnings.append(
-            f"These seeds were added after a finished report: {', '.join(map(str, results.added_seeds))}. If its "
-            "outcome was the reason, p is too small."
-        )
+        seeds = ", ".join(map(str, results.added_seeds))
+        which = f"Seed {seeds} was" if len(results.added_seeds) == 1 else f"Seeds {seeds} were"
+        warnings.append(f"{which} added after a finished report. If its outcome was the reason, p is too small.")
     return warnings
 
 
@@ -237,9 +236,9 @@ def about_rates(results: ScaleOutcome) -> list[str]:
 def noise_floor_sentence(results: ScaleOutcome) -> str:
     statistics = results.statistics
     if statistics.noise_floor is None:
-        return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {results.baseline}."
+        return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {results.baseline!r}."
     sentence = (
-        f"Noise floor: the test loss of the baseline {results.baseline} varies by {statistics.noise_floor:.2g} nats "
+        f"Noise floor: the test loss of the baseline {results.baseline!r} varies by {statistics.noise_floor:.2g} nats "
         f"from seed to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
     )
     if (share := results.noise_from_text) is None:

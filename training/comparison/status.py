@@ -1,8 +1,11 @@
 """`nlq compare --status`: what is finished, running and waiting, read from the folder of a comparison alone."""
 
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from ..files import COMPARISON_FILE, METRICS_FILE, PROGRESS, read_json, read_yaml
 from ..run.run_folder import RunProgress
@@ -58,7 +61,8 @@ def _describe(progress: ScaleProgress, folder: Path) -> list[str]:
 
 def _describe_run(name: str, progress: RunProgress) -> str:
     silence = max(0.0, time.time() - progress.updated)
-    is_lost = progress.state == "running" and silence > _SILENCE
+    is_ended = progress.host == socket.gethostname() and not psutil.pid_exists(progress.pid)
+    is_lost = progress.state == "running" and (is_ended or silence > _SILENCE)
     parts = [
         "interrupted" if is_lost else progress.state,
         f"step {progress.step} of {progress.steps or '?'}",

@@ -367,7 +367,10 @@ def p_value(p: float | None) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    return NOTHING if value is None else format(value, form)
+    if value is None:
+        return NOTHING
+    text = format(value, form)
+    return text if text.strip("-0.") else format(0.0, form)  # not -0.00
 
 
 def _mean_and_deviation(values: Iterable[float | None], form: str = ".4f") -> str:
@@ -380,7 +383,7 @@ def _mean_and_deviation(values: Iterable[float | None], form: str = ".4f") -> st
 def _improvement(effect: Effect, name: str) -> str:
     value, interval = getattr(effect, name), getattr(effect, f"{name}_interval")
     if value is not None and interval is not None and (None in interval or interval[1] - interval[0] > _ABSURD):
-        return f"{value:+.2f} [wider than {_ABSURD:g}]"
+        return f"{number(value, '+.2f')} [wider than {_ABSURD:g}]"
     return with_interval(value, interval, "+.2f")
 
 
@@ -391,7 +394,7 @@ def _chosen_rate(model: ModelOutcome) -> str:
         return "none"
     is_same = len(set(chosen)) == 1 and len(chosen) == len(model.runs)
     text = " ".join(f"{rate:g}" + ("" if is_same else f" ({chosen.count(rate)})") for rate in sorted(set(chosen)))
-    return text + (" (boundary)" if model.boundaries else "" if len(model.learning_rates) > 1 else " (no choice)")
+    return text + (" (boundary)" if model.boundaries else "" if len(model.learning_rates) > 1 else " (the only one)")
 
 
 def _median(values: Sequence[float | None], form: str) -> str:

@@ -100,7 +100,9 @@ def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[i
     length = input_ids.shape[1]
     rows_at_once = max(1, min(_LOGITS_AT_ONCE // (4 * length * model.config.vocab_size), _TOKENS_AT_ONCE // length))
     costs = []
-    for layer, count in tqdm(zip(attention_layers(model), heads), "Removing heads", len(heads), **bar_options()):
+    for layer, count in tqdm(
+        zip(attention_layers(model), heads), "Removing heads", len(heads), **bar_options(), delay=10.0
+    ):
         losses = []
         for removed in torch.arange(count).split(rows_at_once):
 

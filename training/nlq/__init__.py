@@ -6,14 +6,29 @@ Every function imports what it needs, so help and completion do not wait seconds
 import logging
 import os
 import re
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
-import typer
-from typer.core import TyperCommand
 
+# Ctrl-C in this first moment ends the program, without a traceback of what Typer imports
+_interrupt = signal.getsignal(signal.SIGINT)
+_is_program = _interrupt is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+if _is_program:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import typer  # noqa: E402
+from typer.core import TyperCommand  # noqa: E402
+
+
+if _is_program:
+    signal.signal(signal.SIGINT, _interrupt)
 
 app = typer.Typer(
     help="Train, compare, convert, publish and use NLQ models.",
@@ -25,8 +40,20 @@ app = typer.Typer(
 )
 
 
-def _argument(help: str, default: Any = ..., metavar: str | None = None) -> Any:
-    return typer.Argument(default, help=help, metavar=metavar)
+def _argument(help: str, default: Any = ..., metavar: str | None = None, shipped: str | None = None) -> Any:
+    return typer.Argument(default, help=help, metavar=metavar, autocompletion=shipped and _complete(shipped))
+
+
+def _complete(shipped: str) -> Callable[[str], list[str]]:
+    """Completes the names of shipped configurations, found without an import of PyTorch, which takes seconds."""
+
+    def complete(incomplete: str) -> list[str]:
+        package = Path(find_spec("modeling_nlq").origin).parent
+        # In a wheel and in a clone
+        files = [file for root in (package, package.parent) for file in root.glob(f"configuration/{shipped}/*.*")]
+        return sorted(file.stem for file in files if file.stem.startswith(incomplete) and file.suffix != ".py")
+
+    return complete
 
 
 def _option(help: str, default: Any = None, *names: str, metavar: str | None = None, panel: str | None = None) -> Any:
@@ -50,7 +77,7 @@ _TRUST_PARTS = _flag("Run the files of attention parts that lie beside the model
 _TRUST_RECORD = _flag("Run the attention parts whose code the file itself holds, as the record of a run does.")
 _TRUST_REMOTE_CODE = _flag("Run the code that lies beside a model of a type that Transformers does not know.")
 _MODEL = _argument("Folder or Hub name of a saved model.")
-_MODELS = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL...")
+_MODELS = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL...", shipped="models")
 _COMPARISONS = _argument("Results folder of nlq compare, or a published one.", metavar="FOLDER_OR_NAME...")
 _TESTED = _option("The model, where a comparison has several; may be repeated for other names.", [])
 _SCALES = _option("Take only this scale or condition; may be repeated.", [])
@@ -95,10 +122,17 @@ class _Command(TyperCommand):
 
             for bar in list(tqdm._instances):  # which would be drawn again after this line
                 bar.close()
-            resumes = self.shipped is not None and not options.get("dry_run")
-            hint = ": the same command goes on from the last checkpoint" if resumes else ""
-            print(f"nlq: interrupted{hint}", file=sys.stderr)
+            print(f"nlq: interrupted{_what_resumes(context.obj)}", file=sys.stderr)
             return 130
+
+
+def _what_resumes(folder: Path | None) -> str:
+    """Says what the same command would do after an interruption, if it writes into a folder."""
+    if folder is None:
+        return ""
+    from modeling_nlq.training.run.run_folder import describe_interrupted
+
+    return f": {describe_interrupted(folder)}"
 
 
 def _escape_logs() -> None:
@@ -173,7 +207,7 @@ def build() -> int:
 @_command("Train and compare", "api", shipped="recipes")
 def train(
     context: typer.Context,
-    recipe: str = _argument("Name of a shipped recipe, or a YAML file."),
+    recipe: str = _argument("Name of a shipped recipe, or a YAML file.", shipped="recipes"),
     source: str | None = _option("Start from a saved model and its tokenizer.", None, "--from", metavar="RUN"),
     trust_parts: bool = _TRUST_RECORD,
     engine: Literal["local", "ray"] = _ENGINE,
@@ -184,8 +218,9 @@ def train(
 ) -> None:
     """Train a model from a recipe.
 
-    Set any field of a recipe or of transformers.TrainingArguments, as in --learning_rate 1e-3, and any switch of the
-    model, as in --set query_projection=linear. The same command continues after an interruption.
+    Set any field of a recipe, as --dataset, --block_size or --explore, or of transformers.TrainingArguments, as
+    --output_dir, --seed, --max_steps or --learning_rate 1e-3, and any switch of the model, as in --set
+    query_projection=linear. The same command continues after an interruption.
     """
     from modeling_nlq.training.api import train_with
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
@@ -194,6 +229,7 @@ def train(
     if source is not None:
         overrides = {"model": source, "tokenizer": source, **overrides}
     loaded = load_recipe(recipe, overrides, trust_parts)
+    context.obj = Path(loaded.output_dir)
     result = train_with(engine, loaded, **_options_of(context, "With --engine ray"))
     if loaded.arguments.process_index > 0:
         return
@@ -209,7 +245,9 @@ def train(
 @_command("Train and compare", "screening.run", shipped="comparisons")
 def compare(
     context: typer.Context,
-    comparison: str = _argument("Name of a shipped comparison, a YAML file, or owner/name of a published comparison."),
+    comparison: str = _argument(
+        "Name of a shipped comparison, a YAML file, or owner/name of a published comparison.", shipped="comparisons"
+    ),
     trust_parts: bool = _TRUST_RECORD,
     seeds: Literal["fresh", "original"] | None = _option(
         "Of a published comparison: fresh ones, as many as it has, by default; original: its own."
@@ -232,7 +270,9 @@ def compare(
     """Compare models over learning rates and seeds.
 
     Each is trained at its own best learning rate, and the report says which differ from the baseline by more than
-    noise. Fields of the recipe can be set as in nlq train. The same command continues after an interruption.
+    noise. Fields of the recipe can be set as in nlq train, as --max_steps 100, or --explore false for no page of
+    attention; models, learning rates and seeds are those of the file. The same command continues after an
+    interruption.
     """
     from modeling_nlq.training.comparison.config import default_folder, read_default_folder
     from modeling_nlq.training.comparison.publication import find_published
@@ -267,6 +307,7 @@ def compare(
             _say(f"warning: {plan.machine_warning}", flush=True)
     if dry_run:
         return
+    context.obj = folder
     results = run_and_report(plan, folder, made)
     if is_main_process():
         _say(f"\n{describe(results)}\n")
@@ -502,8 +543,9 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _run(words: list[str] | None) -> int:
+    words = sys.argv[1:] if words is None else words
     try:
-        return typer.main.get_command(app).main(words, prog_name="nlq", standalone_mode=False) or 0
+        return typer.main.get_command(app).main(words or ["--help"], prog_name="nlq", standalone_mode=False) or 0
     except typer.TyperException as error:
         text = " ".join(error.format_message().split()).rstrip(".")
         command = error.ctx.command_path if error.ctx else "nlq"

@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import GPT2Tokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from ..disk import atomic_dir, write_text
 from ..files import read_json
@@ -21,6 +22,8 @@ from .objectives import objective_of
 from .recipe import Recipe
 from .synthetic import SPECIAL
 
+
+logger = logging.get_logger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 # A token other than end-of-text, because a collator gives padding no label
@@ -98,6 +101,16 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreT
     largest, known = max(tokenizer.get_vocab().values()), vocabulary_of(config)  # ids may have gaps
     if largest >= known:
         raise ValueError(f"tokenizer {name!r} has ids up to {largest}, too large for the model's vocab_size={known}")
+
+
+def warn_of_spare_ids(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+    """Warns if a new model has many more ids than its tokenizer. Some are left where sizes are multiples of 128."""
+    tokens, known = max(tokenizer.get_vocab().values()) + 1, vocabulary_of(recipe.config)
+    if not recipe.has_weights and known - tokens >= 128:
+        logger.warning_once(
+            f"vocab_size={known:,}, and tokenizer {recipe.tokenizer_name!r} has {tokens:,} tokens: no text has the "
+            f"other {known - tokens:,} ids, which have parameters too"
+        )
 
 
 class EndlessBlocks(torch.utils.data.IterableDataset):

@@ -36,7 +36,7 @@ from transformers.utils import logging
 
 from ..disk import open_file, read_text
 from ..files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS, data_format, parse_yaml
-from ..text import first_line, is_disk_full, root_cause
+from ..text import count, first_line, is_disk_full, root_cause
 from .synthetic import make_splits
 
 
@@ -49,7 +49,7 @@ logger = logging.get_logger(__name__)
 # A tokenizer needs some hundred bytes of memory for each character of a document
 MOST_CHARACTERS = 5_000_000
 # Files to read in a folder. Others may hold links or archives
-_TEXTS = (*DATA_FORMATS, ".arrow", ".csv", ".tsv")
+_TEXTS = (*DATA_FORMATS, ".arrow", ".tsv")
 
 
 # The folder of Python's standard library, of which the built-in corpora are made
@@ -174,8 +174,10 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
             documents[split] = documents[split].take(most if recipe.streaming else min(most, len(documents[split])))
     for split, dataset in documents.items():
         if not recipe.streaming and len(dataset) == 0:
+            shares = f"validation_fraction={recipe.validation_fraction}, test_fraction={recipe.test_fraction}"
             raise ValueError(
-                f"dataset {name!r} leaves no documents for the split {split!r}; check validation_fraction"
+                f"dataset {name!r} leaves none of {count(sum(map(len, splits.values())), 'document')} for the split "
+                f"{split!r}; change {shares}, or add documents"
             )
     if content is None:
         return Documents(documents, None if recipe.streaming or is_whole else documents["train"]._fingerprint)
@@ -231,6 +233,8 @@ def _load_splits(recipe: "Recipe") -> Splits:
         if builder.name == "text":
             return _read_texts(recipe, builder.config.data_files, digests), content
         return _read_rows(builder, recipe.streaming), content
+    if data_format(name) is not None:  # the Hub has no such names, and an answer takes half a minute without a network
+        raise ValueError(f"dataset {name!r}: there is no such file in {path.absolute().parent}")
     if is_format(name):
         raise ValueError(f"dataset {name!r} is a format; name a file, a folder or OWNER/NAME")
     start = f"hf://datasets/{name}@"
@@ -244,13 +248,35 @@ def _load_file(recipe: "Recipe", path: Path) -> Splits:
         raise ValueError(
             f"dataset {recipe.dataset!r}: a local file must end in {', '.join(DATA_FORMATS)}, perhaps .gz"
         )
+    with _open(path, "rb") as file:
+        if not file.read(2**20).strip():
+            raise ValueError(f"dataset {recipe.dataset!r} is empty")
     digest = _hash_file(path)
     content = f"{reader} {digest}"
     if reader == "text":
         return _read_texts(recipe, {"train": [str(path)]}, {"train": [digest]}), content
     # `datasets` would cache by modification times, and take `g[1].jsonl` for a pattern
     data_files = DataFilesDict(train=DataFilesList([str(path)], [(digest,)]))
-    return _read_rows(load_dataset_builder(reader, data_files=data_files), recipe.streaming), content
+    options = {"keep_default_na": False} if reader == "csv" else {}  # a text "NA" is text
+    try:
+        return _read_rows(load_dataset_builder(reader, data_files=data_files, **options), recipe.streaming), content
+    except Exception:
+        if reader == "json" and (fault := _faulty_line(path)) is not None:
+            raise ValueError(f"dataset {recipe.dataset!r} cannot be read: {fault}") from None
+        raise
+
+
+def _faulty_line(path: Path) -> str | None:
+    """Says which line of a file of JSON lines is the first that is not JSON; `None` if another thing is wrong."""
+    with _open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1 and line.lstrip().startswith(b"["):  # a list, of many lines
+                return None
+            try:
+                json.loads(line if line.strip() else b"{}")
+            except ValueError as error:
+                return f"line {number} is not JSON: {getattr(error, 'msg', str(error)).removesuffix(' at')}"
+    return None
 
 
 def _read_texts(recipe: "Recipe", files: dict, digests: dict[str, list[str]]) -> dict[str, Dataset | IterableDataset]:

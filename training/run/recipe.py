@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from modeling_nlq.parts_user_nlq import check_kernels
 
-from ...configuration import find
+from ...configuration import find, names
 from ..disk import read_text, resolve_user_path, results_folder
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..loading import is_saved_model, load_config, read_record
@@ -34,6 +34,8 @@ from .synthetic import Task, task_of
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", "run_name", "project")
 _PRIVATE += ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 _PRIVATE_PREFIX = "hub_"
+# The bytes, and the tokens for end-of-text, padding and masks, which each new tokenizer has
+SMALLEST_VOCABULARY = 256 + 3
 # The field of a configuration that `initializer_scale` sets
 INITIALIZER_RANGE = "initializer_range"
 # Metrics of an evaluation that are better if greater
@@ -65,7 +67,8 @@ class Recipe(Value):
     model: str = _field("model")
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = _field("data", "python-stdlib")
-    """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl or .parquet; or
+    """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl, .csv or
+    .parquet; or
     `synthetic:TASK`."""
     task: dict[str, Any] | None = _field("data", None, OfTask)
     """With `dataset: synthetic:TASK`, the sizes of the task that differ from its defaults."""
@@ -199,7 +202,7 @@ class Recipe(Value):
     def new_vocabulary_size(self) -> int | None:
         """The size of the tokenizer that is trained on the corpus, if one is."""
         kind, _, size = self.tokenizer_name.partition(":")
-        return int(size) if kind == "bpe" and size.isdecimal() else None
+        return max(int(size), SMALLEST_VOCABULARY) if kind == "bpe" and size.isdecimal() else None
 
     @property
     def output_dir(self) -> str:
@@ -209,8 +212,12 @@ class Recipe(Value):
     def config(self) -> PreTrainedConfig:
         """The configuration of the model, to be copied before changes; raises as `load_config`."""
         switches = self.switches
+        # A configuration of the user's own has the size that it says, and so have the halves of a pair
+        is_set = self.model not in names("models") or any("vocab_size" in str(half) for half in switches.values())
         if self.synthetic is not None and not self.has_weights:
             switches = {"vocab_size": len(self.synthetic.tokens), **switches}
+        elif self.new_vocabulary_size is not None and not is_set:
+            switches = {"vocab_size": self.new_vocabulary_size, **switches}
         config = load_config(self.model, switches)
         if self.initializer_scale is not None and not self.has_weights:
             halves = [getattr(config, half) for half in config.sub_configs] or [config]

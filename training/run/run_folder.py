@@ -24,6 +24,7 @@ from ..disk import (
 from ..files import (
     CARD_FILE,
     CHECKPOINT,
+    CHECKSUMS_FILE,
     COMPARISON_FILE,
     LOCK_FILE,
     METRICS_FILE,
@@ -46,6 +47,7 @@ from ..files import (
     yaml_text,
 )
 from ..result import RunResult
+from ..text import count
 from .recipe import without_defaults
 
 
@@ -68,6 +70,7 @@ _KINDS = {
 # Files that this package writes into a folder
 _NAMES = (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS, CARD_FILE, STATE_FILE, PAGE_FILE, TASKS_FILE, "training_args.bin")
 _NAMES += (f"{CHECKPOINT}*", COMPARISON_FILE, MODELS_FILE, RESULTS_FILE, "added_seeds.json", "dataset_fingerprint.txt")
+_NAMES += ("threads.txt",)
 _NAMES += ("results.md", "report.html", "figures/*.png", "tokenizer/*", f"runs/*/*{PROGRESS}")
 
 
@@ -219,6 +222,20 @@ class RunFolder:
     def refuse(self, changes: str) -> NoReturn:
         hint = f", and add --from {self.path} to go on from its weights" if self.is_finished() else ""
         raise ValueError(f"{self.path} holds {_KINDS[self.plan][1]} ({changes}); choose another --output_dir{hint}")
+
+
+def describe_interrupted(folder: Path) -> str:
+    """Says what the same command would do with a run or a comparison that was interrupted."""
+    if (folder / METRICS_FILE).is_file():
+        return "the run itself is finished"
+    if (folder / COMPARISON_FILE).is_file():
+        finished = count(sum(1 for _ in folder.rglob(METRICS_FILE)), "finished run")
+        where = "last checkpoints" if any(folder.rglob(f"{CHECKPOINT}*/{CHECKSUMS_FILE}")) else "first steps"
+        return f"the same command keeps {finished}, and makes the others from their {where}"
+    for checkpoint in RunFolder(folder).checkpoints():
+        if (checkpoint / CHECKSUMS_FILE).is_file():
+            return f"the same command goes on from {checkpoint.name}"
+    return "no checkpoint was saved, so the same command begins anew"
 
 
 def _is_left_behind(path: Path) -> bool:

@@ -33,10 +33,11 @@ from ..result import Attention, Data, Evaluation, Losses, Machine, RunResult
 from ..sharing.card import base_model_of, render
 from ..sharing.scrub import without_folders
 from ..size import ModelKind, Size, auto_class_of, measure, size_of, vocabulary_of
+from ..text import count
 from .blocks import Blocks
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .conflicts import check_recipe, conflicts_of_lengths, emulated_bf16
-from .data import check_vocabulary, prepare_data
+from .data import check_vocabulary, prepare_data, warn_of_spare_ids
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import choose_trained, merge_lora
 from .objectives import objective_of
@@ -81,6 +82,8 @@ def train_recipe(
     with arguments.main_process_first(local=False, desc="data preparation"):
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder or place.path, arguments.seed)
     check_vocabulary(tokenizer, recipe.tokenizer_name, recipe.config)
+    if is_main_process:
+        warn_of_spare_ids(tokenizer, recipe)
     forget_used_kernels()
     if arguments.torch_compile:
         torch.compiler.reset()  # kernels are recorded while a graph is traced
@@ -182,7 +185,7 @@ def _describe_attention(model: PreTrainedModel, recipe: Recipe) -> str:
     for layer in (module for module in model.modules() if isinstance(module, NLQAttention)):
         request = layer.attention_request(False, device, next(layer.parameters()).dtype, length, layer.head_dim)
         backends[find_backend(layer.config._attn_implementation, [layer.layer_idx], request)] = None
-    cpus = f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""
+    cpus = f" ({count(torch.get_num_threads(), 'thread')})" if device.type == "cpu" else ""
     return f"{device}{cpus}; attention by {', '.join(backends) or model.config._attn_implementation}"
 
 

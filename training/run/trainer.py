@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, logging
 
 from ..disk import atomic_dir, make_empty_folder
 from ..files import CHECKPOINT, differences
@@ -22,6 +22,8 @@ from .mlm import MaskingTrainer
 from .muon import make_muon
 from .parametrization import Factors, split_groups
 
+
+logger = logging.get_logger(__name__)
 
 # Batches that wait to be hashed at most
 _BATCHES_TO_KEEP = 256
@@ -55,6 +57,7 @@ class RunRecord(TrainerCallback, ExportableState):
         token_stream: a hash of these tokens, row by row in the order of the data.
         seconds: time of the training steps, without evaluation and saving.
         diverged_at: the step after which the loss was infinite or NaN.
+        threads: of PyTorch, whose number changes the order of sums on a CPU.
     """
 
     def __init__(self, global_batch_size: int | None = None, dataset_fingerprint: str | None = None):
@@ -88,7 +91,8 @@ class RunRecord(TrainerCallback, ExportableState):
     def state(self) -> dict:
         """The state that a checkpoint keeps, after `hash_batches`."""
         names = ("conditions", "tokens_seen", "token_stream", "seconds", "diverged_at")
-        return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
+        attributes = {name: getattr(self, name) for name in names}
+        return {"args": {}, "attributes": attributes | {"threads": torch.get_num_threads()}}
 
     def restore(self, state: TrainerState, source: Path | str = "the checkpoint") -> None:
         """Takes over the state of a checkpoint; raises `ValueError` for one of other data or batches."""
@@ -99,7 +103,11 @@ class RunRecord(TrainerCallback, ExportableState):
                 f"{source} was made with another dataset or global batch size ({changes}); restore what it was, or "
                 "choose another --output_dir"
             )
-        vars(self).update({name: value for name, value in kept.items() if name != "conditions"})
+        vars(self).update({name: value for name, value in kept.items() if name not in ("conditions", "threads")})
+        threads = kept.get("threads")  # older checkpoints lack it
+        if threads is not None and threads != torch.get_num_threads() and not torch.accelerator.is_available():
+            logger.warning(f"threads: {threads}, with which {source} was made, instead of {torch.get_num_threads()}")
+            torch.set_num_threads(threads)
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:  # also when `auto_find_batch_size` begins anew

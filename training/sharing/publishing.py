@@ -56,7 +56,7 @@ from ..files import (
     read_json,
     read_yaml,
 )
-from ..loading import check_model_folder, peft_task
+from ..loading import check_model_folder, check_saved, peft_task
 from ..result import RunResult
 from ..size import auto_class_of, check_parameters, listed, size_of
 from ..text import Markdown, one_line
@@ -310,8 +310,7 @@ def _content(path: Path, open_files: ExitStack) -> Path | bytes:
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns `config.json` and its `auto_map`; raises `ValueError` unless it describes an NLQ model."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} lacks config.json: it is not a saved model, or its training did not finish")
+    check_saved(folder)
     settings = read_json(folder / "config.json")
     auto_map = saved_auto_map(folder, settings)
     # A derived configuration may have its own type

@@ -317,7 +317,7 @@ def test_each_warning_is_said_once(outcome, tmp_path):
             "THE MODELS DID NOT SEE THE SAME TOKENS",
             "The runs of good were computed in different ways: by cpp | by tiled.",
             "edge did best at",
-            "These seeds were added after a finished report: 3, 4.",
+            "Seeds 3, 4 were added after a finished report. If its outcome",
             "bad diverged in 1 of 5 runs: it gets no verdict",
         ):
             assert text.count(said) == 1 and text.index(said) < place

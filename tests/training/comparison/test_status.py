@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -41,6 +44,9 @@ class TestStatus:
             shutil.rmtree(folder / "runs" / name)
         write_progress(folder, base[0])
         write_progress(folder, base[1], updated=time.time() - 3600)
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        write_progress(folder, "one rate absurd/rate-1000-seed-1", host=socket.gethostname(), pid=ended.pid)
         failed = {"state": "failed", "error": "OSError: no memory", "step": 0, "steps": None, "loss": None}
         write_progress(folder, base[2], **failed)
         write_progress(folder, "twin/rate-0.01-seed-0")  # left behind by a finished run
@@ -48,11 +54,12 @@ class TestStatus:
         for line in (
             r"base/rate-0.01-seed-0: running, step 3 of 8, loss 5.2500, node-1, process 7, \d s ago",
             r"base/rate-0.01-seed-1: interrupted, step 3 of 8, .* 3600 s ago",
+            r"one rate absurd/rate-1000-seed-1: interrupted, step 3 of 8, .* \d s ago",
             r"base/rate-0.01-seed-2: failed, step 0 of \?, .*, OSError: no memory",
             r"one rate absurd +5 of 6 +2 of 3 +0\.\d+",
         ):
             assert re.search(f"^{line}", text, flags=re.MULTILINE), line
-        assert "twin/rate" not in text and "17 of 21 runs finished, 3 begun, 1 waiting" in text
+        assert "twin/rate" not in text and "17 of 21 runs finished, 4 begun, 0 waiting" in text
 
 
 class TestEngines:

@@ -15,9 +15,11 @@ from transformers.utils import logging
 
 from modeling_nlq.training import train
 from modeling_nlq.training.disk import make_empty_folder
+from modeling_nlq.training.files import CHECKSUMS_FILE
 from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run import checkpoints
 from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
+from modeling_nlq.training.run.run_folder import describe_interrupted
 from nlq import main
 
 
@@ -37,8 +39,27 @@ def interrupted(recipe_file, tmp_path_factory) -> Path:
     return folder
 
 
+def test_what_the_same_command_would_do(tmp_path):
+    run, comparison = tmp_path / "run", tmp_path / "comparison"
+    assert describe_interrupted(run) == "no checkpoint was saved, so the same command begins anew"
+    for step in (9, 10, 11):
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+    assert describe_interrupted(run) == "no checkpoint was saved, so the same command begins anew"
+    for step in (9, 10):  # the last one is half written
+        (run / f"checkpoint-{step}" / CHECKSUMS_FILE).touch()
+    assert describe_interrupted(run) == "the same command goes on from checkpoint-10"
+    (run / "metrics.json").touch()
+    assert describe_interrupted(run) == "the run itself is finished"
+    comparison.mkdir()
+    (comparison / "comparison.yaml").touch()
+    told = "the same command keeps {}, and makes the others from their {}"
+    assert describe_interrupted(comparison) == told.format("0 finished runs", "first steps")
+    shutil.copytree(run, comparison / "scales" / "small" / "runs" / "base" / "rate-1-seed-0")
+    assert describe_interrupted(comparison) == told.format("1 finished run", "last checkpoints")
+
+
 class TestCheckpoints:
-    def test_interrupted_run_goes_on_to_the_same_result(self, run, recipe_file, tmp_path, monkeypatch, capsys):
+    def test_interrupted_run_goes_on_to_the_same_result(self, run, recipe_file, tmp_path, monkeypatch, capsys, caplog):
         folder = tmp_path / "interrupted"
         real_init = Trainer.__init__
 
@@ -47,14 +68,16 @@ class TestCheckpoints:
 
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "__init__", init)
-            arguments = ["train", str(recipe_file), "--output_dir", str(folder)]
+            # A share of all steps, of which Trainer would say that it is not the number in the checkpoint
+            arguments = ["train", str(recipe_file), "--output_dir", str(folder), "--logging_steps", "0.125"]
             assert main(arguments) == 130
-        message = "nlq: interrupted: the same command goes on from the last checkpoint\n"
+        message = "nlq: interrupted: the same command goes on from checkpoint-4\n"
         assert capsys.readouterr().err.endswith(message)
         # A checkpoint that is half written must be passed over
         make_empty_folder(folder / "checkpoint-6")
         assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
         assert main(arguments) == 0
+        assert "Going on from" in caplog.text and "do not match" not in caplog.text
         assert logged_losses(folder) == logged_losses(run[0])
         assert RunResult.load(folder).data.token_stream == run[1].data.token_stream
         assert (folder / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()

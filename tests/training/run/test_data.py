@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ from support.corpora import RIGHT, byte_tokenizer, write_documents
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from modeling_nlq.configuration import find
+from modeling_nlq.training.run import data
 from modeling_nlq.training.run.blocks import BlockCollator, make_blocks
 from modeling_nlq.training.run.data import make_tokenizer, train_byte_pair_encoding
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.size import vocabulary_of
 from nlq import main
 
 
@@ -132,3 +136,44 @@ def test_stream_too_small_for_a_block(recipe_file, tmp_path, capsys):
     arguments = ["--dataset", str(small), "--streaming", "true", "--max_validation_documents", "2"]
     assert main(["train", str(recipe_file), *arguments, "--output_dir", str(tmp_path / "run")]) == 1
     assert "small.jsonl' has too few tokens in a split: block_size=64 fits none" in capsys.readouterr().err
+
+
+VOCABULARIES = [
+    ({"model": "tiny-linear", "tokenizer": "bpe:300"}, 300),
+    ({"model": "tiny-llama", "tokenizer": "bpe:300"}, 300),
+    ({"model": "tiny-linear", "tokenizer": "bpe:9"}, 259),  # the bytes and three special tokens
+    ({"model": "tiny-linear"}, 8192),
+    ({"model": "tiny-linear", "tokenizer": "bpe:300", "switches": {"vocab_size": 4096}}, 4096),
+    ({"model": "tiny-linear", "dataset": "synthetic:recall"}, None),
+    ({"model": "tiny-seq2seq", "tokenizer": "bpe:300", "objective": "seq2seq"}, 300),
+    (
+        {
+            "model": "tiny-seq2seq",
+            "tokenizer": "bpe:300",
+            "objective": "seq2seq",
+            "switches": {"encoder": {"vocab_size": 512}, "decoder": {"vocab_size": 512}},
+        },
+        512,
+    ),
+    ({"model": "FILE", "tokenizer": "bpe:300"}, 8192),
+]
+
+
+@pytest.mark.parametrize("fields, expected", VOCABULARIES)
+def test_the_vocabulary_of_a_shipped_model_is_that_of_the_tokenizer(fields, expected, tmp_path):
+    """Unless it is set, in the recipe or in a configuration of the user's own."""
+    (tmp_path / "own.json").write_text(find("models", "tiny-linear").read_text())
+    fields = {**fields, "model": fields["model"].replace("FILE", str(tmp_path / "own.json"))}
+    recipe = Recipe(**fields)
+    expected = len(recipe.synthetic.tokens) if expected is None else expected
+    assert vocabulary_of(recipe.config) == expected
+
+
+@pytest.mark.parametrize("size, is_told", [(728, False), (729, True)])
+def test_ids_that_no_text_has_are_told(size, is_told, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(data, "logger", SimpleNamespace(warning_once=warnings.append))
+    recipe = Recipe(model="tiny-linear", tokenizer="bpe:300", switches={"vocab_size": size})
+    data.warn_of_spare_ids(byte_tokenizer(end_of_text=600), recipe)
+    told = "vocab_size=729, and tokenizer 'bpe:300' has 601 tokens: no text has the other 128 ids"
+    assert [warning[: len(told)] for warning in warnings] == [told] * is_told

@@ -65,7 +65,7 @@ class TestSplits:
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
 class TestFiles:
-    @pytest.mark.parametrize("name", ["g[1].txt", "G.JSONL", "g.json.gz", "g.txt.gz", "g.parquet"])
+    @pytest.mark.parametrize("name", ["g[1].txt", "G.JSONL", "g.json.gz", "g.txt.gz", "g.csv", "g.parquet"])
     def test_a_file(self, name, streaming, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         write_documents(Path(name), RIGHT)
@@ -75,7 +75,7 @@ class TestFiles:
         os.utime(name, (0, 0))
         assert read(name, streaming=streaming) == {*RIGHT, "more"}
 
-    @pytest.mark.parametrize("suffix", ["txt", "parquet"])
+    @pytest.mark.parametrize("suffix", ["txt", "csv", "parquet"])
     def test_a_folder(self, suffix, streaming, tmp_path, monkeypatch):
         write_documents(tmp_path / "json" / f"a.{suffix}", RIGHT[:20])
         write_documents(tmp_path / "json" / "sub" / f"b.{suffix}", RIGHT[20:])
