@@ -1,29 +1,13 @@
-"""The page of the explorer in a real browser, from disk and without any network: what it shows is what was computed.
+"""The page of the explorer in a real browser, from disk and without a network: it shows what was computed."""
 
-`CHROMIUM` names the browser.
-"""
-
-import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make test-browser")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 TEXT = "import json\n\ndef load(path):\n    <script>alert(1)</script> <b>no</b> &amp; return json.load(path)\n"
-
-
-@pytest.fixture(scope="session")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt-get install chromium, or CHROMIUM=PATH")
-    with playwright.sync_playwright() as client:
-        browser = client.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Opened:
