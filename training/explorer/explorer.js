@@ -83,7 +83,7 @@ function showScale(scale, numbers, zero, unit, strength) {
   const low = Math.min(...numbers), high = Math.max(...numbers);
   const limit = Math.max(high - zero, zero - low);
   const stops = times(9, (step) => colour(low + ((high - low) * step) / 8 - zero, limit, strength));
-  scale.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
+  scale.replaceChildren(element("span", {}, written(low)), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
 }
 
 function unpack(packed) {

@@ -117,7 +117,8 @@ def _load_subjects(names: list[str], trust_remote_code: bool) -> tuple[dict[str,
     labels = short_names(names)
     subjects = list(map(prepare, models))
     for name, label, subject in zip(names, labels, subjects):
-        subject.description = subject.description if name == label else f"{name}: {subject.description}"
+        if (folder := Path(name).resolve().name) != label:
+            subject.description = f"{folder}: {subject.description}"
     if (subjects[0].pair is None) != (subjects[-1].pair is None):
         raise ValueError(f"{names[0]!r} and {names[1]!r}: an encoder and decoder is shown beside another only")
     return dict(zip(labels, subjects)), tokenizers[0]

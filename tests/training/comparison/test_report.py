@@ -366,7 +366,10 @@ def with_improvements(outcome: Outcome, sizes: dict[str, int], **improvements: f
     """Gives models these improvements of the test loss, in percent with intervals of ±1, and sizes."""
     found = outcome.largest
     for name, size in sizes.items():
-        found = changed(found, name, non_embedding_parameters=size)
+        first, *others = found.models[name].runs
+        own = dataclasses.replace(first.result.size, non_embedding=size)
+        first = dataclasses.replace(first, result=dataclasses.replace(first.result, size=own))
+        found = changed(found, name, runs=[first, *others])
     effects = {
         name: dataclasses.replace(
             found.statistics.effects[name], loss_improvement=value, loss_improvement_interval=(value - 1, value + 1)
