@@ -97,6 +97,7 @@ lint: .venv/installed-test
 docs: .venv-docs/installed
 	$(subst .venv,.venv-docs,$(PIP)) install -qq --no-deps --no-build-isolation --force-reinstall .
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --clean
+	@printf 'To open the site with its search:\n  %s -m http.server --bind 127.0.0.1 --directory site\nThen: http://127.0.0.1:8000\n' "$(PYTHON)"
 
 # What a release would upload, in dist/
 dist: .venv-docs/installed

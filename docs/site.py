@@ -1,4 +1,4 @@
-"""What MkDocs does before it builds the site: pages from files outside of docs/, and the reference of the commands."""
+"""Hooks of MkDocs: pages from files outside of docs/, the reference of the commands, and what a search finds first."""
 
 import ast
 import posixpath
@@ -14,9 +14,9 @@ from nlq import app
 
 
 REPOSITORY = Path(__file__).parent.parent
-# Pages of the site whose sources are in the root of the repository
+# Pages of the site from files in the root of the repository
 ROOT_PAGES = {"README.md": "index.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
-SOURCE = "source"  # where files lie that pages link to and that are no pages
+SOURCE = "source"  # the folder of files that are linked, but are no pages
 
 
 def on_files(files: Files, config) -> Files:
@@ -39,8 +39,10 @@ def on_files(files: Files, config) -> Files:
 
 def on_page_markdown(markdown: str, page, **_) -> str:
     """Fills in tables of fields, and points the links of a page in docs/ to where the site has what is outside of
-    docs/.
+    docs/. A search finds reports and changes after pages that explain.
     """
+    if page.file.src_uri.startswith("results/") or page.file.src_uri == "CHANGELOG.md":
+        page.meta["search"] = {"boost": 0.1}
     markdown = re.sub(r"\{fields of (?P<name>\w+) in (?P<file>\S+)\}", _fields, markdown)
     return markdown if page.file.generated_by else _linked(markdown, f"docs/{page.file.src_uri}")
 

@@ -1,29 +1,13 @@
-"""The page of the explorer in a real browser, from disk and without any network: what it shows is what was computed.
+"""The page of the explorer in a real browser, from disk and without a network: it shows what was computed."""
 
-`CHROMIUM` names the browser.
-"""
-
-import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make test-browser")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 TEXT = "import json\n\ndef load(path):\n    <script>alert(1)</script> <b>no</b> &amp; return json.load(path)\n"
-
-
-@pytest.fixture(scope="session")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt-get install chromium, or CHROMIUM=PATH")
-    with playwright.sync_playwright() as client:
-        browser = client.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Opened:
@@ -136,6 +120,15 @@ def test_opens_on_what_is_worth_seeing(open_page, explored):
         for head in range(layer.heads)
     ]
     opened.shows("#panels h3", max(patterns)[1])
+    titles = [title.split(": ")[1] for title in opened.page.locator("#panels h3").all_inner_texts()]
+    assert [title.partition(" (")[0] for title in titles] == [max(patterns)[1].strip()] * 2, "the same head of both"
+    first, second = (model.name for model in done.models)
+    opened.shows("#text-scale", f"blue: {second} is better, orange: {first} is better$")
+
+
+def test_squares_are_said_to_be_layers_and_heads(open_page, explored):
+    grid = open_page(explored[0]).page.locator(".heads").first
+    assert grid.locator("span").all_inner_texts() == ["head", "layer", "0", "1", "0", "1"]
 
 
 def test_numbers_of_heads(open_page, explored):

@@ -5,6 +5,8 @@ without those that diverged, which the legend counts. A ladder has the intervals
 """
 
 import itertools
+import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,16 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#
 _MARKERS = "osD^vPX*"
 BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
 _NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
+_EQUAL = {"color": "#56B4E9", "alpha": 0.12, "linewidth": 0, "zorder": -1}
+_EQUALLY = "\n{} of equal size"
 _CROSS = {"color": "#555555", "marker": "x"}
-_NOISE_LABEL = Patch(label="noise floor: ±1 sd of the baseline over seeds", **_NOISE)
+_NOISE_LABEL = Patch(label="noise floor: ±1 sd over seeds", **_NOISE)
+
+# Inches. Text of 10 points is still read where a figure is as wide as a phone
+_WIDTH = 6.0
+_PIXELS = 1350
+# An axis leaves out what is so many times the typical magnitude: it would flatten all else
+_FAR = 30.0
 
 # Title of each quantity, its unit, and the function that makes one curve of several layers
 QUANTITIES = {
@@ -52,7 +62,7 @@ QUANTITIES = {
 def figure_section(folder: Path, name: str, title: str, caption: str, figure: Figure) -> Section:
     """Writes `figures/NAME.png`, whole or not at all, and returns its section."""
     with atomic_dir(folder / "figures") as unfinished:
-        figure.savefig(path := unfinished / f"{name}.png", dpi=150)
+        figure.savefig(path := unfinished / f"{name}.png", dpi=_PIXELS / figure.get_figwidth())
         drawn = read_bytes(path)
     return Section(title, [caption], figure=(name, drawn))
 
@@ -63,8 +73,12 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
     finished = {name: model.finished for name, model in results.models.items()}
     if not any(finished.values()):
         return None
-    figure = Figure(figsize=(9, 8.5), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 6.5), layout="constrained")
     losses, improvements = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    improved = _improvements_while_training(results)
+    ends = {name: values[-1] for name, (_, values) in improved.items() if len(values)}
+    limit = _limit(ends.values(), results.statistics.noise_floor_percent)
+    far = {name: value for name, value in ends.items() if abs(value) > limit}
 
     points: Points = []
     for name, runs in finished.items():
@@ -72,14 +86,15 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
         steps, values = _align(run.history.validation_loss for run in runs)
         band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
         losses.fill_between(steps, values.min(axis=0), values.max(axis=0), **band)
-        points += _plot(losses, steps, values.mean(axis=0), style)
+        drawn = _plot(losses, steps, values.mean(axis=0), style)
         steps, values = _align(run.history.train_loss for run in runs)
         thin = {**style, "linestyle": "--", "linewidth": 1.2, "alpha": 0.8, "marker": None}
-        points += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
+        drawn += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
+        points += drawn if name not in far else []
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
     losses.set_ylabel(f"loss (nats per {results.objective.loss_unit})")
-    losses.set_title(f"{results.name}: loss while training, mean over seeds", parse_math=False)
+    _set_title(losses, "Loss while training, mean over seeds")
 
     reference = finished[results.baseline]
     steps, values = _align(run.history.validation_loss for run in reference)
@@ -92,15 +107,15 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
         improvements.fill_between(steps, -floor, floor, **_NOISE)
         points += [*zip(steps, floor), *zip(steps, -floor)]
         labels.append(_NOISE_LABEL)
-    for name, runs in finished.items():
-        pairs = [(run, other) for run in runs for other in reference if run.seed == other.seed]
-        if pairs and name != results.baseline:
-            steps, values = _align(run.history.validation_loss for pair in pairs for run in pair)
-            model, baseline = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
-            points += _plot(improvements, steps, 100 * (baseline - model) / baseline, styles[name])
-    _scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
+    for name, (steps, values) in improved.items():
+        drawn = _plot(improvements, steps, values, styles[name])
+        points += drawn if name not in far else []
+    _scale_percent(improvements, "improvement (%)")
     _show_late_range(improvements, points)
-    improvements.set(xlabel="optimizer step", title=f"Improvement over {results.baseline}, seed by seed; up is better")
+    improvements.set_xlabel("optimizer step")
+    beyond = "; ".join(f"{name} ends at {_percent(value)} %" for name, value in far.items())
+    title = f"Improvement of validation loss over {results.baseline}; up is better"
+    _set_title(improvements, f"{title}\nBeyond the axis: {beyond}" if far else title)
     return _add_legend(figure, results, labels)
 
 
@@ -112,15 +127,31 @@ def draw_parameters(results: ScaleOutcome) -> Figure | None:
             effects[name] = effect.loss_improvement, effect.loss_improvement_interval
     if len(effects) < 2:
         return None
-    points = {}
-    for index, (name, effect) in enumerate(effects.items()):
-        shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
-        points[name] = [(results.models[name].size.non_embedding * shift, *effect)]
+    sizes = {name: results.models[name].size.non_embedding for name in effects}
+    groups: list[list[str]] = []
+    for name in sorted(effects, key=sizes.__getitem__):
+        if groups and sizes[name] <= 1.01 * sizes[groups[-1][0]]:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    places: dict[str, float] = {}
+    for group in groups:
+        first = max(places.values(), default=-2.0) + 2
+        places |= {name: first + index for index, name in enumerate(group)}
     floor = results.statistics.noise_floor_percent or 0.0
-    figure, axes = _begin_improvements(results, points, f"over {results.baseline}", [-floor, floor])
+    points = {name: [(places[name], *effect)] for name, effect in effects.items()}
+    figure, axes = _begin_improvements(results, points, floor)
     axes.axhspan(-floor, floor, **_NOISE)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-    axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
+    centers, written = [], EngFormatter(places=1, sep=" ")
+    for group in groups:
+        low, high = places[group[0]], places[group[-1]]
+        centers.append((low + high) / 2)
+        if len(group) > 1:
+            axes.axvspan(low - 0.5, high + 0.5, **_EQUAL)
+    labels = [f"{written(sizes[group[0]])}{_EQUALLY.format(len(group)) if len(group) > 1 else ''}" for group in groups]
+    axes.set_xticks(centers, labels, rotation=0 if len(groups) <= 6 else 45)
+    axes.set_xlim(-1, max(places.values()) + 1)
+    axes.set_xlabel("non-embedding parameters, in order" if len(groups) > 1 else "non-embedding parameters")
     return _add_legend(figure, results, [_NOISE_LABEL] if floor else [])
 
 
@@ -136,7 +167,7 @@ def draw_interim(results: ScaleOutcome) -> Figure | None:
             for interim in history
             if interim.loss_improvement_interval is not None
         ]
-    figure, axes = _begin_improvements(results, points, "at each interim analysis", [0.0])
+    figure, axes = _begin_improvements(results, points, 0.0)
     axes.set_xticks(sorted({interim.seeds for history in interims.values() for interim in history}))
     axes.set_xlabel("seeds")
     return _add_legend(figure, results)
@@ -151,7 +182,7 @@ def draw_stability(results: ScaleOutcome) -> Figure | None:
             panels[quantity] = curves
     if not panels.keys() - {"gradient_norm"}:
         return None
-    figure, grid = _begin_panels(len(panels), columns=2, height=2.5, more=1.0, sharex=True)
+    figure, grid = _begin_panels(len(panels), columns=2, height=2.0, more=1.2, sharex=True)
     for axes, (quantity, curves) in zip(grid, panels.items()):
         title, unit, _ = QUANTITIES[quantity]
         points: Points = []
@@ -165,18 +196,18 @@ def draw_stability(results: ScaleOutcome) -> Figure | None:
                     points += _plot(axes, *zip(*curve), {**style, "linestyle": ":"})
                     axes.plot(*curve[-1], marker="x", color=style["color"])
         _compress(axes, [value for _, value in points], 10.0)
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title.replace(", ", ",\n"), fontsize=10)
         axes.set(ylabel=unit)
         axes.grid(alpha=0.25)
     for axes in grid[-2:]:  # the lowest of each column
         axes.set_xlabel("optimizer step")
         axes.tick_params(labelbottom=True)
-    figure.suptitle(f"{results.name}: stability while training, mean over seeds", parse_math=False)
+    figure.suptitle("Stability while training, mean over seeds", fontsize=11)
     return _add_legend(figure, results, [Line2D([], [], label="a run that diverged", linestyle=":", **_CROSS)])
 
 
 def draw_losses(outcome: Outcome) -> Figure | None:
-    figure, axes = _begin_figure(f"{outcome.name}: loss over {outcome.trend.axis}, every seed")
+    figure, axes = _begin_figure(f"Loss over {outcome.trend.axis}, every seed")
     for name, style in _model_styles(outcome).items():
         losses = {
             outcome.trend.models[name].steps[scale].flops
@@ -197,14 +228,14 @@ def draw_losses(outcome: Outcome) -> Figure | None:
 def draw_improvements(outcome: Outcome) -> Figure | None:
     trend, points = outcome.trend, {}
     for index, (name, model) in enumerate(trend.models.items()):
-        shift = 1 + 0.06 * (index - (len(trend.models) - 1) / 2)
+        shift = 1 + 0.08 * (index - (len(trend.models) - 1) / 2)
         steps = (step for step in model.steps.values() if step.improvement is not None)
         points[name] = [(step.flops * shift, step.improvement, step.improvement_interval) for step in steps]
     floors = [(trend.flops[scale], floor) for scale, floor in trend.noise_floor_percent.items() if floor is not None]
     if not floors and not any(points.values()):
         return None
     flops, floor = np.array(floors).reshape(-1, 2).T
-    figure, axes = _begin_improvements(outcome, points, f"over {outcome.baseline}", [0.0, *floor, *-floor])
+    figure, axes = _begin_improvements(outcome, points, max(floor, default=0.0))
     axes.fill_between(flops, -floor, floor, **_NOISE)
     _scale_compute(axes, outcome)
     return _add_legend(figure, outcome, [_NOISE_LABEL] if floors else [], has_baseline=False)
@@ -222,12 +253,14 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
     }
     if not panels:
         return None
-    figure, grid = _begin_panels(len(panels), columns=min(len(panels), 2), height=3.3, more=1.2)
+    figure, grid = _begin_panels(len(panels), columns=min(len(panels), 2), height=2.5, more=1.2)
     for axes, (scale, results) in zip(grid, panels.items()):
         _draw_bowls_at(axes, results)
         axes.set_title(scale, fontsize=10, parse_math=False)
-        axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.objective.loss_name} (nats)")
-    figure.suptitle(f"{outcome.name}: learning rates tried, mean over seeds", parse_math=False)
+        axes.set_xlabel("learning rate")
+    for axes in grid[::2]:  # the first of each row
+        axes.set_ylabel(f"validation {outcome.largest.objective.loss_name} (nats)")
+    figure.suptitle("Learning rates tried, mean over seeds", fontsize=11)
     return _add_legend(figure, outcome, [Line2D([], [], label="a run diverged", linestyle="none", **_CROSS)])
 
 
@@ -268,6 +301,7 @@ def _draw_bowls_at(axes: Axes, results: ScaleOutcome) -> None:
     axes.xaxis.set_major_locator(FixedLocator(sorted(rates)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.tick_params(axis="x", labelrotation=45)
     axes.grid(alpha=0.25)
 
 
@@ -284,16 +318,21 @@ def _plot_means(axes: Axes, losses: dict[float, list[float | None]], style: Styl
 
 
 def _begin_figure(title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 4.8), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(title, parse_math=False)  # a name may hold a $
+    _set_title(axes, title)
     return figure, axes
+
+
+def _set_title(axes: Axes, title: str) -> None:
+    lines = [textwrap.fill(line, 62) for line in title.splitlines()]
+    axes.set_title("\n".join(lines), fontsize=11, parse_math=False)  # a name may hold a $
 
 
 def _begin_panels(count: int, columns: int, height: float, more: float, **options: Any) -> tuple[Figure, list[Axes]]:
     """Returns a figure of panels; a row has a `height` in inches, and the rest `more`."""
     rows = -(-count // columns)
-    figure = Figure(figsize=(4.5 * columns, height * rows + more), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height * rows + more), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
     for axes in grid[count:]:
         axes.set_axis_off()
@@ -301,25 +340,60 @@ def _begin_panels(count: int, columns: int, height: float, more: float, **option
 
 
 def _begin_improvements(
-    results: Outcome | ScaleOutcome, points: dict[str, Improvements], what: str, shown: Sequence[float]
+    results: Outcome | ScaleOutcome, points: dict[str, Improvements], floor: float
 ) -> tuple[Figure, Axes]:
-    """Draws the improvements of models, joined over a ladder; the axis shows the values `shown` too."""
-    figure, axes = _begin_figure(f"{results.name}: improvement {what}; up is better")
+    """Draws the improvements of models, joined over a ladder; numbers stand for points far beyond the others."""
+    figure, axes = _begin_figure(f"Improvement over {results.baseline}; up is better")
     axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
-    styles, values = _model_styles(results), list(shown)
+    styles, shown, far = _model_styles(results), [-floor, floor], []
+    limit = _limit((value for improvements in points.values() for _, value, _ in improvements), floor)
     for name, improvements in points.items():
         for x, value, interval in improvements:
             low, high = interval or (value, value)
             style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
             # An interval without width may be off by rounding
             axes.errorbar(x, value, yerr=[[max(value - low, 0)], [max(high - value, 0)]], capsize=3, **style)
-            values += [low, high]
+            if abs(value) > limit:
+                far.append((x, value, style["color"]))
+            else:
+                shown += [max(low, -limit), min(high, limit)]
         if isinstance(results, Outcome):
             line = {**styles[name], "marker": None, "alpha": 0.5, "linewidth": 1}
             axes.plot([x for x, *_ in improvements], [value for _, value, _ in improvements], **line)
+    low, high = min(shown), max(shown)
+    margin = 0.06 * (high - low) or 1.0
+    axes.set_ylim(low - margin * (1 + 3 * any(value < 0 for _, value, _ in far)), high + margin)
+    for x, value, colour in far:
+        end, offset = (0, 20) if value < 0 else (1, -20)
+        place = {"xycoords": axes.get_xaxis_transform(), "xytext": (0, offset), "textcoords": "offset points"}
+        style = {"ha": "center", "color": colour, "arrowprops": {"arrowstyle": "-|>", "color": colour}}
+        axes.annotate(f"{_percent(value)} %", (x, end), **place, **style)
     loss_name = "loss" if isinstance(results, Outcome) else results.objective.loss_name
-    _scale_percent(axes, f"improvement of test {loss_name} (%)", values)
+    _scale_percent(axes, f"improvement of test {loss_name} (%)")
     return figure, axes
+
+
+def _limit(improvements: Iterable[float], floor: float | None) -> float:
+    """Returns the largest improvement that an axis shows, by the typical one and by the noise floor."""
+    magnitudes = sorted(abs(value) for value in improvements if value)
+    typical = magnitudes[(len(magnitudes) - 1) // 2] if magnitudes else math.inf
+    return _FAR * max(typical, floor or 0.0)
+
+
+def _percent(value: float) -> str:
+    return Formatter.fix_minus(f"{value:+.3g}") if value else "0"
+
+
+def _improvements_while_training(results: ScaleOutcome) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns steps and percents of each model, means over the seeds that it and the baseline finished."""
+    reference, improved = results.models[results.baseline].finished, {}
+    for name, model in results.models.items():
+        pairs = [(run, other) for run in model.finished for other in reference if run.seed == other.seed]
+        if pairs and name != results.baseline:
+            steps, values = _align(run.history.validation_loss for pair in pairs for run in pair)
+            own, baseline = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
+            improved[name] = steps, 100 * (baseline - own) / baseline
+    return improved
 
 
 def _model_styles(results: Outcome | ScaleOutcome) -> dict[str, Style]:
@@ -363,29 +437,25 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _show_late_range(axes: Axes, points: Points) -> None:
-    """Leaves out the first tenth of training."""
+    """Leaves out the first fifth of training."""
     last = max((step for step, _ in points), default=0)
-    values = [value for step, value in points if step >= 0.1 * last]
+    values = [value for step, value in points if step >= 0.2 * last]
     if values:
         margin = 0.05 * (max(values) - min(values)) or 0.1
         axes.set_ylim(min(values) - margin, max(values) + margin)
 
 
-def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None:
-    """Makes the axis logarithmic beyond the median magnitude, and returns it, if a value is `ratio` times larger."""
+def _compress(axes: Axes, values: Sequence[float], ratio: float) -> None:
+    """Makes the axis logarithmic beyond the median magnitude if a value is `ratio` times larger."""
     magnitudes = [abs(value) for value in values if value]
-    if not magnitudes or max(magnitudes) <= ratio * np.median(magnitudes):
-        return None
-    limit = float(np.median(magnitudes))
-    axes.set_yscale("symlog", linthresh=limit)
-    axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=limit, subs=(1, 2, 5)))
-    return limit
+    if magnitudes and max(magnitudes) > ratio * np.median(magnitudes):
+        limit = float(np.median(magnitudes))
+        axes.set_yscale("symlog", linthresh=limit)
+        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=limit, subs=(1, 2, 5)))
 
 
-def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
-    if limit := _compress(axes, values, 30.0):
-        label += f"\n(logarithmic beyond ±{limit:.2g})"
-    axes.yaxis.set_major_formatter(lambda value, _: Formatter.fix_minus(f"{value:+g}") if value else "0")
+def _scale_percent(axes: Axes, label: str) -> None:
+    axes.yaxis.set_major_formatter(lambda value, _: _percent(value))
     axes.set_ylabel(label)
     axes.grid(axis="y", alpha=0.25)
 
@@ -404,8 +474,12 @@ def _add_legend(
         if diverged := sum(run.diverged for run in runs):
             notes.append(f"{diverged} of {len(runs)} diverged")
         handles.append(Line2D([], [], label=f"{name} ({', '.join(notes)})" if notes else name, **style))
-    figure.legend(handles=[*handles, *labels], loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    return figure
+    for columns in (3, 2, 1):  # as many as fit
+        options = {"loc": "outside lower center", "ncols": columns, "fontsize": 9, "frameon": False}
+        legend = figure.legend(handles=[*handles, *labels], **options)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return figure
+        legend.remove()
 
 
 def _scale_compute(axes: Axes, outcome: Outcome) -> None:
@@ -432,7 +506,7 @@ FIGURES = {
     ),
     "parameters": (
         "Improvement against parameters",
-        "Improvement of test loss, with the interval of each model.",
+        "Improvement of test loss, with intervals. Models on a blue ground are equally large, to 1 %.",
         draw_parameters,
     ),
     "interim": (

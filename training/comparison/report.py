@@ -33,6 +33,7 @@ from .status import CONFIRMATION
 from .tables import (
     BONFERRONI,
     INTERACTIONS_CAPTION,
+    cost_rows,
     given_fields,
     improvement_rows,
     interaction_rows,
@@ -121,7 +122,8 @@ def table_lines(rows: Rows) -> list[str]:
 
 
 def _columns(results: ScaleOutcome, titles: dict[str, str]) -> Rows:
-    return [{titles[name]: row[name] for name in titles if name in row} for row in summary_rows(results)]
+    rows = [verdict | cost for verdict, cost in zip(summary_rows(results), cost_rows(results))]
+    return [{titles[name]: row[name] for name in titles if name in row} for row in rows]
 
 
 def _notes(results: ScaleOutcome) -> list[str]:
@@ -254,7 +256,8 @@ def _models(results: ScaleOutcome) -> Section:
         fields = given_fields(model.given)
         differences.append(Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's")))
     early = [EARLY] if results.interim else []
-    return Section("Models", [summary_rows(results), *early, "What differs between them:", bullets(differences)])
+    parts = [summary_rows(results), *early, "What differs between them:", bullets(differences)]
+    return Section("Models", [*parts, "Sizes, and what the runs took:", cost_rows(results)])
 
 
 def _runs(results: ScaleOutcome) -> list[Section]:

@@ -31,27 +31,39 @@ BONFERRONI = "Bonferroni p"
 
 
 def summary_rows(results: ScaleOutcome) -> Rows:
+    """The verdict on each model, and the numbers that it comes from."""
     objective, rows = results.objective, []
-    has_frozen = any(model.size.trained < model.size.total for model in results.models.values())
     scores = {
         name: [run.result.losses.validation.chrf for run in model.finished] for name, model in results.models.items()
     }
     has_scores = any(score is not None for of_model in scores.values() for score in of_model)
     of_answers = accuracy_cells(results)
     for name, model in results.models.items():
-        machines = [run.result.machine for run in model.finished]
         verdict, improvement, of_perplexity, p = _verdict_cells(results.statistics, name, len(model.runs))
         row = {
             "model": name,
             "verdict": verdict,
-            f"test {objective.loss_name} (nats)": _mean_and_deviation([run.test_loss for run in model.finished]),
             "loss improvement (%)": improvement,
-            f"{objective.perplexity.replace('_', '-')} improvement (%)": of_perplexity,
             BONFERRONI if results.interim else "Holm p": p,
+            f"test {objective.loss_name} (nats)": _mean_and_deviation([run.test_loss for run in model.finished]),
+            f"{objective.perplexity.replace('_', '-')} improvement (%)": of_perplexity,
             **of_answers.get(name, {}),
             "chrF (validation)": _mean_and_deviation(scores[name], ".1f") if has_scores else None,
             "seeds": str(len(model.runs)) if results.interim else None,
             "learning rate": _chosen_rate(model),
+        }
+        rows.append({column: text for column, text in row.items() if text is not None})
+    return rows
+
+
+def cost_rows(results: ScaleOutcome) -> Rows:
+    """The size of each model, and what its runs took."""
+    has_frozen = any(model.size.trained < model.size.total for model in results.models.values())
+    rows = []
+    for name, model in results.models.items():
+        machines = [run.result.machine for run in model.finished]
+        row = {
+            "model": name,
             "parameters": f"{model.size.total:,}",
             "trained": f"{model.size.trained:,}" if has_frozen else None,
             "non-embedding": f"{model.size.non_embedding:,}",

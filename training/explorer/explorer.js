@@ -14,15 +14,23 @@ const state = {
   key: null,
   colour: differences ? "difference" : "loss 0",
   quantity: Object.keys(data.quantities)[0],
-  heads: data.models.map(firstHead),
+  heads: firstHeads(),
 };
 
-// The page opens on the head with the clearest of two patterns, and on the token with the largest loss or difference
-function firstHead(model) {
+// The page opens on the head of the first model with the clearest of two patterns, on the same head of the other model, and
+// on the token with the largest loss or difference
+function firstHeads() {
   const shareOf = ({ numbers }, head) => Math.max(numbers.induction?.[head] ?? 0, numbers.previous_token?.[head] ?? 0);
   const headsOf = (each, layer) => times(each.maps ? each.heads : 0, (head) => ({ layer, head, share: shareOf(each, head) }));
-  const heads = model.layers.flatMap(headsOf);
-  return heads.sort((first, second) => second.share - first.share)[0] ?? { layer: 0, head: 0 };
+  const heads = data.models[0].layers.flatMap(headsOf);
+  const { layer, head } = heads.sort((first, second) => second.share - first.share)[0] ?? { layer: 0, head: 0 };
+  return data.models.map((model) => headNear(model, layer, head));
+}
+
+// A head by its place, or the last one of a smaller model
+function headNear(model, layer, head) {
+  const row = Math.min(layer, model.layers.length - 1);
+  return { layer: row, head: Math.min(head, model.layers[row].heads - 1) };
 }
 
 function firstQuery() {
@@ -75,7 +83,7 @@ function showScale(scale, numbers, zero, unit, strength) {
   const low = Math.min(...numbers), high = Math.max(...numbers);
   const limit = Math.max(high - zero, zero - low);
   const stops = times(9, (step) => colour(low + ((high - low) * step) / 8 - zero, limit, strength));
-  scale.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
+  scale.replaceChildren(element("span", {}, written(low)), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
 }
 
 function unpack(packed) {
@@ -145,8 +153,11 @@ let textsPainted = 0;
 async function paintText() {
   const turn = ++textsPainted, isCross = selectedLayer(0).is_cross;
   const [kind, index] = state.colour.split(" ");
-  let values = kind === "loss" ? data.models[index].losses : differences, seen = [], unit = "nats";
-  if (kind === "attention") {
+  let values = kind === "loss" ? data.models[index].losses : differences, seen = [], unit = "nats; orange is worse";
+  if (kind === "difference") {
+    const [first, second] = data.models.map((model) => model.name);
+    unit = `nats; blue: ${second} is better, orange: ${first} is better`;
+  } else if (kind === "attention") {
     const { layer, weight, keys, lastKey } = await readHead(index);
     const isSeen = (key) => weight && key <= lastKey(state.query) && state.query < data.map_tokens;
     values = (keys ?? data.tokens).map((_, key) => (isSeen(key) ? weight(state.query, key) : null));
@@ -186,8 +197,8 @@ addMenu("quantity", Object.keys(data.quantities).map((name) => [name, label(name
 
 const grids = data.models.map((model, index) => {
   const widest = Math.max(...model.layers.map((layer) => layer.heads));
-  const grid = element("div", { class: "heads", role: "group", "aria-label": `Heads of ${model.name}`, style: `--rows: ${model.layers.length}; grid-template-columns: 2rem repeat(${widest}, minmax(0, 2.5rem))` });
-  grid.append(element("span"), ...times(widest, (head) => element("span", { "aria-hidden": "true" }, head)));
+  const grid = element("div", { class: "heads", role: "group", "aria-label": `Heads of ${model.name}`, style: `--rows: ${model.layers.length}; grid-template-columns: 2.75rem repeat(${widest}, minmax(0, 2.5rem))` });
+  grid.append(element("span", { class: "across" }, "head"), element("span", {}, "layer"), ...times(widest, (head) => element("span", { "aria-hidden": "true" }, head)));
   const buttons = model.layers.map((layer, row) => {
     const heads = times(layer.heads, (head) => element("button", { type: "button", onclick: () => selectHead(index, row, head) }));
     grid.append(element("span", {}, layer.name), ...heads, ...times(widest - layer.heads, () => element("span")));
@@ -202,8 +213,7 @@ function selectHead(index, layer, head) {
   const together = byId("together").checked;
   data.models.forEach((model, other) => {
     if (other !== index && !together) return;
-    const row = Math.min(layer, model.layers.length - 1);
-    state.heads[other] = { layer: row, head: Math.min(head, model.layers[row].heads - 1) };
+    state.heads[other] = headNear(model, layer, head);
     paintPanel(other);
   });
   paintHeads();

@@ -1,6 +1,7 @@
 """`nlq explore`: measures the attention of one or two models on a text, and writes the page."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ logger = logging.get_logger(__name__)
 
 DEFAULT_TOKENS = 512
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_RUN = re.compile(r"(trial-\d+-)?rate-.+-seed-\d+")  # the folder of a run in a comparison
 INDUCTION_PERIOD = 64  # random tokens, repeated once
 
 
@@ -112,13 +114,29 @@ def _load_subjects(names: list[str], trust_remote_code: bool) -> tuple[dict[str,
     models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
     if tokenizers[0].get_vocab() != tokenizers[-1].get_vocab():
         raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers, and cannot be compared")
+    labels = short_names(names)
     subjects = list(map(prepare, models))
+    for name, label, subject in zip(names, labels, subjects):
+        if (folder := Path(name).resolve().name) != label:
+            subject.description = f"{folder}: {subject.description}"
     if (subjects[0].pair is None) != (subjects[-1].pair is None):
         raise ValueError(f"{names[0]!r} and {names[1]!r}: an encoder and decoder is shown beside another only")
-    labels = [Path(name).resolve().name for name in names]
-    if len(set(labels)) < len(labels):
-        labels = names
     return dict(zip(labels, subjects)), tokenizers[0]
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Returns what differs between folders or Hub names: their last parts, or those of the folders that hold them.
+
+    A run of a comparison, `MODEL/rate-0.004-seed-0`, has its model's name, or beside another run of it its own.
+    """
+    paths = [Path(name).resolve().parts for name in names]
+    if len(set(paths)) < len(paths):
+        return list(names)
+    if len({path[:-1] for path in paths}) == len(paths):
+        paths = [path[:-1] if _RUN.fullmatch(path[-1]) else path for path in paths]
+    while len({path[-1] for path in paths}) < len(paths):
+        paths = [path[:-1] for path in paths]
+    return [path[-1] for path in paths]
 
 
 def explore_tokens(

@@ -271,7 +271,7 @@ def compare(
 
     Each is trained at its own best learning rate, and the report says which differ from the baseline by more than
     noise. Fields of the recipe can be set as in nlq train, as --max_steps 100, or --explore false for no page of
-    attention; models, learning rates and seeds are those of the file. The same command continues after an
+    attention; models and learning rates are those of the file. The same command continues after an
     interruption.
     """
     from modeling_nlq.training.comparison.config import default_folder, read_default_folder

@@ -21,7 +21,7 @@ from support.runs import change_json
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.config import ComparisonConfig
-from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
+from modeling_nlq.training.comparison.figures import draw_curves, draw_parameters, draw_stability
 from modeling_nlq.training.comparison.inference import analyse, smallest_difference
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import (
@@ -37,7 +37,7 @@ from modeling_nlq.training.comparison.results import (
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.sections import SINGLE
 from modeling_nlq.training.comparison.sentences import power_sentence, protocol_sentences
-from modeling_nlq.training.comparison.tables import NOTHING, stability_rows, summary_rows
+from modeling_nlq.training.comparison.tables import NOTHING, cost_rows, stability_rows, summary_rows
 from modeling_nlq.training.text import printable
 from modeling_nlq.training.values import to_json
 from nlq import main
@@ -324,6 +324,17 @@ def test_each_warning_is_said_once(outcome, tmp_path):
     assert "| kernels of good | by cpp \\| by tiled |" in texts[0]
 
 
+def test_verdicts_and_costs_stand_in_two_tables(outcome, folder):
+    """The first fits beside its names: what was found. Sizes, times and memory come after it."""
+    verdicts, costs = summary_rows(outcome.largest), cost_rows(outcome.largest)
+    assert list(verdicts[0])[:4] == ["model", "verdict", "loss improvement (%)", "Holm p"] and len(verdicts[0]) == 7
+    assert {"parameters", "tokens/s", "peak memory (MiB)", "training time (s)"} <= costs[0].keys()
+    assert costs[0].keys() & verdicts[0].keys() == {"model"}
+    text = (folder / "results.md").read_text()
+    tables = [text.index(f"| {' | '.join(rows[0])} |") for rows in (verdicts, costs)]
+    assert tables[0] < text.index("What differs between them") < tables[1]
+
+
 def test_chrf_of_pairs_has_a_column(outcome):
     good = outcome.largest.models["good"]
     runs = [with_evaluation(run, "validation", chrf=10.0 + index) for index, run in enumerate(good.runs)]
@@ -353,9 +364,80 @@ def test_curves_are_means_of_finished_runs(outcome):
     assert band.max() == pytest.approx(100 * np.std([0, 0.1, 0.2, 0.3, 0.4], ddof=1) / (end + 0.2), rel=1e-6)
 
 
+def with_improvements(outcome: Outcome, sizes: dict[str, int], **improvements: float) -> ScaleOutcome:
+    """Gives models these improvements of the test loss, in percent with intervals of ±1, and sizes."""
+    found = outcome.largest
+    for name, size in sizes.items():
+        first, *others = found.models[name].runs
+        own = dataclasses.replace(first.result.size, non_embedding=size)
+        first = dataclasses.replace(first, result=dataclasses.replace(first.result, size=own))
+        found = changed(found, name, runs=[first, *others])
+    effects = {
+        name: dataclasses.replace(
+            found.statistics.effects[name], loss_improvement=value, loss_improvement_interval=(value - 1, value + 1)
+        )
+        for name, value in improvements.items()
+    }
+    statistics = dataclasses.replace(found.statistics, effects=effects, noise_floor_percent=0.3)
+    return changed(found, statistics=statistics)
+
+
+EQUAL = dict.fromkeys(("base", "good", "twin", "edge"), 1000)
+
+
+def test_models_of_equal_size_stand_beside_each_other(outcome):
+    found = with_improvements(outcome, {**EQUAL, "twin": 1200, "edge": 1005}, good=2.0, twin=1.0, edge=-3.0)
+    figure = draw_parameters(found)
+    axes, places = figure.axes[0], {}
+    for container, name in zip(figure.axes[0].containers, ("base", "good", "twin", "edge")):
+        places[name] = container.lines[0].get_xdata()[0]
+    assert [places[name] for name in ("base", "good", "edge", "twin")] == [0, 1, 2, 4], "a gap before another size"
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1.0 k\n3 of equal size", "1.2 k"]
+    assert list(axes.get_xticks()) == [1, 4]
+
+
+@pytest.mark.parametrize("worst", [-291.0, -8.0])
+def test_an_absurd_model_does_not_spoil_the_axis(outcome, worst):
+    """A number stands for it where it is far beyond the others; one that is just worse is drawn."""
+    axes = draw_parameters(with_improvements(outcome, EQUAL, good=0.5, twin=-2.0, edge=worst)).axes[0]
+    low, high = axes.get_ylim()
+    said = [text.get_text() for text in axes.texts]
+    if worst == -8.0:
+        assert low < -9 and said == []
+    else:
+        assert -6 < low < -3 and said == ["\N{MINUS SIGN}291 %"]
+    assert 1.5 < high < 3 and axes.get_yscale() == "linear"
+
+
+def test_curves_of_an_absurd_model_leave_the_axis(outcome):
+    found = with_curves(outcome).largest
+    for name, factor in (("good", 0.98), ("edge", 1.02), ("bad", 0.99), ("twin", 4.0)):
+        runs = []
+        for run in found.models[name].runs:
+            curve = [(step, factor * loss) for step, loss in run.history.validation_loss]
+            history = dataclasses.replace(run.history, validation_loss=curve)
+            runs.append(dataclasses.replace(run, history=history))
+        found = changed(found, name, runs=runs)
+    losses, improvements = draw_curves(found).axes
+    assert losses.get_ylim()[1] < 8 and improvements.get_ylim()[0] > -20
+    assert improvements.get_title().splitlines()[1] == "Beyond the axis: twin ends at \N{MINUS SIGN}300 %"
+
+
+@pytest.mark.parametrize("length", [4, 45])
+def test_legends_are_as_wide_as_the_figure(outcome, length):
+    found = changed(outcome.largest, models={})
+    for name, model in outcome.largest.models.items():
+        found.models[name if name == "base" else name.ljust(length, "x")] = model
+    effects = {name.ljust(length, "x"): effect for name, effect in found.statistics.effects.items()}
+    figure = draw_parameters(changed(found, statistics=dataclasses.replace(found.statistics, effects=effects)))
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width
+
+
 def test_stability_takes_the_extreme_layer_and_shows_diverged_runs(outcome):
     figure = draw_stability(with_curves(outcome).largest)
-    panels = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
+    panels = {axes.get_title().replace("\n", " "): axes for axes in figure.axes if axes.get_title()}
     # zero_rows is 0 always
     assert list(panels) == ["Entropy, mean over layers", "Largest score of any layer", "Gradient norm before clipping"]
     assert panels["Entropy, mean over layers"].lines[0].get_ydata()[0] == pytest.approx(4.5 * 6)

@@ -15,7 +15,7 @@ from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
 from modeling_nlq.training.explorer import page
 from modeling_nlq.training.explorer.attention import Layer
-from modeling_nlq.training.explorer.exploring import explore, token_texts
+from modeling_nlq.training.explorer.exploring import explore, short_names, token_texts
 from modeling_nlq.training.run.data import train_byte_pair_encoding
 from nlq import main
 
@@ -104,6 +104,25 @@ def other(run, tmp_path_factory):
     NLQForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(run[0]).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["runs/demo"], ["demo"]),
+        (["runs/demo", "other/sigmoid"], ["demo", "sigmoid"]),
+        (["first/runs/demo", "second/runs/demo"], ["first", "second"]),
+        (["c/runs/softmax/rate-0.004-seed-0", "c/runs/relu/rate-0.008-seed-0"], ["softmax", "relu"]),
+        (["relu/rate-0.004-seed-0", "relu/rate-0.004-seed-1"], ["rate-0.004-seed-0", "rate-0.004-seed-1"]),
+        (["small/runs/relu/trial-1-rate-1e-05-seed-0", "large/runs/relu/rate-0.008-seed-0"], ["small", "large"]),
+        (["c/runs/relu/rate-0.004-seed-0"], ["relu"]),
+        (["c/runs/relu/rate-0.004-seed-0", "runs/demo"], ["relu", "demo"]),
+        (["someone/model", "another/model"], ["someone", "another"]),
+        (["runs/demo", "runs/demo/"], ["runs/demo", "runs/demo/"]),
+    ],
+)
+def test_short_names_are_what_differs(names, short):
+    assert short_names(names) == short
 
 
 def test_tokens_are_written_as_they_stand_in_the_text():
