@@ -228,11 +228,7 @@ def flex_attention_with_log_forward(
         raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")
     block_mask, visible_count = attention_mask if isinstance(attention_mask, FlexMask) else (attention_mask, None)
     activation, normalization = module.activation, module.normalization
-    if query.device.type == "cpu" and (module.attention_sink is not None or normalization != "sum"):
-        raise ValueError(
-            "attn_implementation='flex_attention' cannot compute a sink, or another normaliser than 'sum', on the CPU "
-            f"(layer {module.layer_idx}); use 'nlq' or 'eager'"
-        )
+    _check_flex_attention_on_cpu(module, query)
     if activation.name == "softmax" and module.sink is None and score_bias is None:
         output, _ = flex_attention_forward(module, query, key, value, block_mask, scaling=scaling, **kwargs)
         return output, None
@@ -284,3 +280,11 @@ def flex_attention_with_log_forward(
         factor = log_sum.exp()
         factor = factor / visible_count[:, None] if normalization == "length" else factor
     return (output * factor[..., None]).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def _check_flex_attention_on_cpu(module, query):
+    if query.device.type == "cpu" and (module.attention_sink is not None or module.normalization != "sum"):
+        raise ValueError(
+            "attn_implementation='flex_attention' cannot compute a sink, or another normaliser than 'sum', on the CPU "
+            f"(layer {module.layer_idx}); use 'nlq' or 'eager'"
+        )

@@ -479,7 +479,7 @@ def _add_legend(
         legend = figure.legend(handles=[*handles, *labels], **options)
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return figure
-        legend.remove()
+        figure.legends.clear()
 
 
 def _scale_compute(axes: Axes, outcome: Outcome) -> None:
