@@ -10,7 +10,7 @@ OTHERS = --ignore tests/browser --ignore tests/clients --ignore tests/cluster --
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
 .PHONY: demo test test-all test-oldest test-newest test-versions test-browser test-clients test-ray test-triton test-weights lint
-.PHONY: benchmark clean docs dist
+.PHONY: benchmark clean docs dist registry
 .PHONY: gpu gpu-test
 
 # As many runs at a time as there are cores
@@ -94,6 +94,10 @@ lint: .venv/installed-test
 	.venv/bin/ruff format .
 
 # The site, in site/: it fails at a broken link. The reference is read from the installed package, which is built anew
+# The published comparisons as data sets, as `nlq publish` would upload them
+registry: .venv/installed
+	.venv/bin/python docs/registry.py registry
+
 docs: .venv-docs/installed
 	$(subst .venv,.venv-docs,$(PIP)) install -qq --no-deps --no-build-isolation --force-reinstall .
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --clean
@@ -215,4 +219,4 @@ $(call moving,$(subst .venv,$(1),$(PIP)) install -qq -c $(2) $(if $(TORCH_INDEX_
 endef
 
 clean:
-	rm -rf site .venv .venv-docs .venv-oldest .venv-newest .venv-browser .venv-clients .venv-ray .venv-triton .venv-weights .cache build dist *.egg-info
+	rm -rf site registry .venv .venv-docs .venv-oldest .venv-newest .venv-browser .venv-clients .venv-ray .venv-triton .venv-weights .cache build dist *.egg-info

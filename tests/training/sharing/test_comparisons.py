@@ -1,6 +1,7 @@
 """A comparison on the Hub on loopback: what is published, who reads it, how a stranger repeats it, what is refused."""
 
 import dataclasses
+import importlib.util
 import io
 import json
 import math
@@ -8,6 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
+import datasets
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +26,7 @@ from support.runs import change_json, write_comparison
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.ledger import RunRow, VerdictRow, _origin, ledger_of
+from modeling_nlq.training.comparison.publication import read_ledger
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
@@ -103,6 +106,23 @@ for name, columns in (("runs", ("seed", "test_loss")), ("verdicts", ("model", "v
     assert verdicts.values.tolist() == [[row.model, row.verdict] for row in rows.verdicts]
 
 
+def test_the_registry_holds_the_published_results(tmp_path):
+    spec = importlib.util.spec_from_file_location("registry", REPOSITORY / "docs" / "registry.py")
+    spec.loader.exec_module(registry := importlib.util.module_from_spec(spec))
+    assert REPOSITORY / "docs/results/ladder/queries" in (folders := registry.comparisons())
+    assert not any("screening/2026" in str(folder) for folder in folders)
+    written = registry.write(REPOSITORY / "docs/results/muon", tmp_path)
+    runs, verdicts = (
+        datasets.load_dataset("parquet", data_files=str(written / f"{name}.parquet"), cache_dir=tmp_path)["train"]
+        for name in ("runs", "verdicts")
+    )
+    (verdict,) = verdicts
+    reported = pd.DataFrame(runs).query("is_reported").pivot(index="seed", columns="model", values="test_loss")
+    change = 100 * (1 - reported["muon"].mean() / reported["adamw"].mean())
+    assert verdict["improvement"] == pytest.approx(change) and verdict["seeds"] == len(reported) == 3
+    assert read_ledger(str(written)).verdicts == read_ledger(str(REPOSITORY / "docs/results/muon")).verdicts
+
+
 # The command in another working directory, where losses are planted as they are here
 REPEAT = """
 import os
@@ -144,6 +164,11 @@ def test_a_stranger_repeats_it_with_other_seeds(server, shared, stranger):
     folder = home / "runs" / "compare-gates"
     assert yaml.safe_load((folder / "comparison.yaml").read_text())["seeds"] == [10, 11, 12, 13, 14]
     assert json.loads((folder / "results.json").read_text())["command"] == "nlq compare anna/gates"
+    # The published comparison and this one by their names; the numbers are those of test_pooling.py
+    both = repeat(worker, home, "pool", "anna/gates", folder, "--model", "gated")
+    assert both.status == 0, both.err
+    assert pooled.split(" % over")[0].removeprefix("gated: ") in both.out and "all seeds as one analysis" in both.out
+    check_refused(repeat(worker, home, "pool", "anna/gates", "anna/gates", "--model", "gated"), "anna/gates")
     # Without network, from the cache: the same seeds, so no run is made again
     offline = REPEAT.replace(
         "raise", "from huggingface_hub import constants\n\nconstants.HF_HUB_OFFLINE = True\nraise"
