@@ -646,3 +646,30 @@ def test_files_say_which_comparisons_began_with_small_weights():
         if has_default and "initializer" not in json.dumps(comparison):
             small.append(file.parent.name)
     assert said == small and len(small) > 10
+
+
+def test_page_says_when_encoders_begin_to_learn(published):
+    scales = published["encoders"].scales
+    steps = {
+        (place, name): [next((step for step, loss in run.history.train_loss if loss < 4.3), None) for run in runs]
+        for place, found in scales.items()
+        for name, runs in ((name, model.runs) for name, model in found.models.items())
+    }
+    changed, baseline = steps["197k", "relu"] + steps["197k", "identity"], steps["197k", "linear"]
+    last = scales["197k"].tokens_per_run // (24 * 128)  # tokens of a step
+    said = f"steps {min(changed)} to {max(changed)} of {last}, the baseline's by {min(baseline)} to {max(baseline)}"
+    assert said in " ".join(PAGE.read_text().split())
+    assert set(steps["83k", "relu"] + steps["83k", "identity"]) == {None}
+
+
+def test_page_says_what_tuning_gained(published):
+    tuned, plain = published["activations-tuned"].largest.losses, published["activations-size"].scales["25k"].losses
+    fell = [sum(tuned[name].values()) / sum(plain[name][seed] for seed in tuned[name]) for name in tuned]
+    percents = [100 * (1 - share) for share in fell]
+    said = " ".join(PAGE.read_text().split())
+    assert list(tuned) == ["softmax", "relu", "tanh"]
+    assert "lowers softmax's loss by {:.1f} %, relu's by {:.1f}, tanh's by {:.1f}".format(*percents) in said
+    models = published["muon"].largest.models.values()
+    means = [[np.mean([run.test_loss for run in each]) for each in (m.runs, m.untuned.values())] for m in models]
+    gained = [100 * (1 - best / untuned) for best, untuned in means]
+    assert "gained {:.1f} % for AdamW and {:.1f} % for Muon".format(*gained) in said
