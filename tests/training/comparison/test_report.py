@@ -14,15 +14,18 @@ import markdown_it
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from scipy import stats
 from support.golden import check_golden
 from support.markdown import html_in
 from support.planted import PlantedEngine
 from support.runs import change_json
 
+from modeling_nlq import NLQConfig
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.figures import draw_curves, draw_parameters, draw_stability
-from modeling_nlq.training.comparison.inference import analyse, smallest_difference
+from modeling_nlq.training.comparison.inference import Estimate, alpha_spent, analyse, holm, smallest_difference
+from modeling_nlq.training.comparison.pooling import combine
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import (
     History,
@@ -38,8 +41,9 @@ from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.sections import SINGLE
 from modeling_nlq.training.comparison.sentences import power_sentence, protocol_sentences
 from modeling_nlq.training.comparison.tables import NOTHING, cost_rows, stability_rows, summary_rows
+from modeling_nlq.training.files import read_json
 from modeling_nlq.training.text import printable
-from modeling_nlq.training.values import to_json
+from modeling_nlq.training.values import from_json, to_json
 from nlq import main
 
 
@@ -579,17 +583,54 @@ def check_published(file: Path, folder: Path) -> None:
 
 
 _INTERVAL = re.compile(r"([-+]?\d+\.\d+)(?: %)? \[([-+]?\d+\.\d+), ([-+]?\d+\.\d+)\]")
-# Contrasts that the page calls computed after the fact, as they follow from the runs in `results.json`
-_CONTRASTS = {(-3.0, -7.9, 2.0), (4.1, 1.2, 6.9), (1.2, -1.3, 3.7), (4.9, 2.4, 7.4), (4.7, 4.1, 5.4), (2.3, 0.6, 4.1)}
+PAGE = RESULTS / "README.md"
 
 
-def test_intervals_of_findings_are_those_of_the_tables():
+@pytest.fixture(scope="module")
+def published() -> dict[str, Outcome]:
+    """Reads all published comparisons by their folders, and the confirmations of screenings."""
+    outcomes = {}
+    for file in sorted(RESULTS.rglob("results.json")):
+        content = read_json(file)
+        content = content["confirmation"] if "design" in content else content
+        if content is not None:
+            outcomes[file.parent.relative_to(RESULTS).as_posix()] = from_json(Outcome, content, f"{file}: ")
+    return outcomes
+
+
+# Contrasts that the page computes after the fact: folder, scale, models, and the models to compare them with
+CONTRASTS = [
+    ("ladder/blocks", "83k", ["post norm with relu after sums"], ["post norm"]),
+    ("ladder/blocks", "25k", ["scaled fourth matrix"], ["fourth matrix"]),
+    ("ladder/blocks", "83k", ["scaled fourth matrix"], ["fourth matrix"]),
+    ("queries-mlp", "197k", ["identity, wider MLP"], ["nonlinear"]),
+    ("softmax", SINGLE, ["relu, sum", "relu, length"], ["softplus, sum", "softplus, length"]),
+    ("softmax", SINGLE, ["softplus, length", "relu, length"], ["softplus, sum", "relu, sum"]),
+]
+
+
+def contrast(found: ScaleOutcome, models: list[str], others: list[str]) -> tuple[float, float, float]:
+    """Returns by how many percent of the baseline's loss `models` improve on `others`, with an interval."""
+    losses = found.losses
+    seeds = sorted(set.intersection(*(set(losses[name]) for name in (*models, *others))))
+    means = [
+        np.array([[losses[name][seed] for name in names] for seed in seeds]).mean(1) for names in (others, models)
+    ]
+    percents = 100 * (means[0] - means[1]) / np.mean([losses[found.baseline][seed] for seed in seeds])
+    low, high = stats.ttest_1samp(percents, 0).confidence_interval()
+    return float(percents.mean()), float(low), float(high)
+
+
+def test_intervals_of_findings_are_those_of_the_tables(published):
     tables = "\n".join(file.read_text() for file in sorted(RESULTS.rglob("results.md")))
-    known = {tuple(map(float, found)) for found in _INTERVAL.findall(tables)} | _CONTRASTS
+    known = {tuple(map(float, found)) for found in _INTERVAL.findall(tables)}
+    known |= {contrast(published[folder].scales[scale], *names) for folder, scale, *names in CONTRASTS}
     known = np.array(sorted(known))
     findings = (RESULTS.parents[1] / "README.md").read_text().partition("## What we found")[2].partition("\n## ")[0]
     assert len(_INTERVAL.findall(findings)) == 3
-    found = _INTERVAL.findall((RESULTS / "README.md").read_text() + findings)
+    page, pooled = re.subn(r"mean of seven\s+comparisons.*?]", "", PAGE.read_text(), flags=re.DOTALL)
+    assert pooled == 1  # tested below
+    found = _INTERVAL.findall(" ".join(page.split()) + findings)
     page = np.array(found, float)[:, None]
     distance = np.abs(page - known).max(-1).min(-1)
     of_losses = np.abs(page + known[:, [0, 2, 1]]).max(-1).min(-1)  # "costs 3.2 % [1.8, 4.5]" has no signs
@@ -598,3 +639,119 @@ def test_intervals_of_findings_are_those_of_the_tables():
     allowed = [0.56 * 10.0 ** -len(value.partition(".")[2]) for value, *_ in found]
     assert len(found) > 60
     assert [entry for entry, *pair in zip(found, np.minimum(distance, of_losses), allowed) if pair[0] > pair[1]] == []
+
+
+def test_page_pools_nonlinear_queries(published):
+    pytest.importorskip("statsmodels", reason="needs statsmodels: pip install 'modeling-nlq[pool]'")
+    estimates = []
+    for folder in ("ladder/queries", "queries-mlp"):
+        for found in published[folder].scales.values():
+            effect = judge(found.models, found.baseline, found.seeds, None)[0].effects["nonlinear"]
+            widest, percent = effect.widest(0.05), 100 / effect.paired_loss
+            error = percent * widest.standard_error
+            estimates.append(Estimate(-percent * widest.value, error, widest.degrees_of_freedom))
+    summary = combine(estimates)
+    said = re.search(r"mean of seven\s+comparisons\s+is (.*?\])", PAGE.read_text(), flags=re.DOTALL)[1]
+    assert len(estimates) == 7
+    assert said == f"{summary.value:+.1f} % [{summary.interval[0]:+.1f}, {summary.interval[1]:+.1f}]"
+    # The page says that gains above 2 % are excluded from 83,000 parameters on
+    highest = [each.interval(0.95)[1] for each in estimates]
+    assert [high < 2 for high in highest[1:4] + highest[5:]] == [True] * 5
+
+
+def test_page_corrects_all_published_tests_as_one_family(published):
+    """A test in two folders counts once, and p is today's. An early stop spends a share of the error rate."""
+    tests = {}
+    for folder, outcome in published.items():
+        for place, found in outcome.scales.items():
+            stop = found.comparison.get("stop")
+            effects = judge(found.models, found.baseline, found.seeds, stop)[0].effects
+            for model, effect in effects.items():
+                if effect.p is not None:
+                    share = alpha_spent(effect.pairs, len(found.seeds)) if stop else 1.0
+                    runs = str([sorted(found.losses[name].items()) for name in (model, found.baseline)])
+                    tests.setdefault(runs, (effect.p / share, effect.loss_improvement, (folder, place, model)))
+        for model, trend in outcome.trend.models.items() if outcome.trend else ():
+            if trend.p is not None:
+                tests[folder, model] = (trend.p, trend.slope, (folder, "trend", model))
+        for primary in outcome.primary:
+            if primary.test.p is not None:
+                tests[folder, primary.about] = (primary.test.p, primary.test.value, (folder, "primary", primary.about))
+    p_values, improvements, names = zip(*tests.values())
+    left = [index for index, p in enumerate(holm(np.minimum(p_values, 1.0))) if p < 0.05]
+    trends = sum(place == "trend" for _, place, _ in names)
+    said = " ".join(PAGE.read_text().split())
+    assert f"{len(tests) - trends} of models and {trends} of trends, leave {len(left)} below 0.05 (Holm)" in said
+    assert {names[index] for index in left if improvements[index] > 0} == {("upcycling", SINGLE, "upcycled")}
+    assert {names[index] for index in left if improvements[index] <= 0} == {
+        *(("ladder/activations", "197k", model) for model in ("tanh", "relu", "squared")),
+        *(("activations-tokens", "3.9M tokens", model) for model in ("tanh", "relu")),
+        *(("pretrained", SINGLE, f"{name}, top third") for name in ("sigmoid", "relu", "squared")),
+        ("pretrained", SINGLE, "sigmoid"),
+        *(("new-parameters", SINGLE, model) for model in ("new", "lora of queries")),
+        *(
+            (folder, "trend", model)
+            for folder in ("ladder/activations", "activations-tokens")
+            for model in ("tanh", "relu")
+        ),
+        ("ladder/blocks", "trend", "post norm with relu after sums"),
+    }
+
+
+def test_page_names_runs_that_stand_in_several_folders(published):
+    folders = {}
+    for folder, outcome in published.items():
+        for found in outcome.scales.values():
+            for losses in found.losses.values():
+                folders.setdefault(str(sorted(losses.items())), set()).add(folder)
+    ladders = ("ladder/activations", "ladder/blocks", "ladder/queries")
+    assert sorted(tuple(sorted(each)) for each in folders.values() if len(each) > 1) == [
+        *[("activations-size", "activations-tokens")] * 2,
+        ("activations-size", "activations-tokens", "queries-mlp"),
+        *[ladders] * 2,
+        ladders[::2],  # at 197k, where blocks has no runs
+        ("queries-mlp", "softmax"),
+    ]
+    said = PAGE.read_text().partition("**Some runs stand in several folders**")[2].partition("Each folder")[0]
+    assert set(re.findall("`(.*?)`", said)) == {"softmax", "queries-mlp", "activations-size", "activations-tokens"}
+
+
+def test_files_say_which_comparisons_began_with_small_weights():
+    """The recipe, its model or `tune` sets others, or the weights were trained before."""
+    assert NLQConfig().initializer_range == 0.02
+    said, small = ([] for _ in range(2))
+    for file in sorted(RESULTS.rglob("results.json")):
+        if (written := file.with_name("comparison.yaml")).exists() and "weights of 0.02" in written.read_text():
+            said.append(file.parent.name)
+        comparison = read_json(file)["comparison"]
+        has_default = comparison["recipe"]["model"] in ("tiny-linear", "encoder.json")
+        if has_default and "initializer" not in json.dumps(comparison):
+            small.append(file.parent.name)
+    assert said == small and len(small) > 10
+
+
+def test_page_says_when_encoders_begin_to_learn(published):
+    scales = published["encoders"].scales
+    steps = {
+        (place, name): [next((step for step, loss in run.history.train_loss if loss < 4.3), None) for run in runs]
+        for place, found in scales.items()
+        for name, runs in ((name, model.runs) for name, model in found.models.items())
+    }
+    changed, baseline = steps["197k", "relu"] + steps["197k", "identity"], steps["197k", "linear"]
+    last = scales["197k"].tokens_per_run // (24 * 128)  # tokens of a step
+    said = f"steps {min(changed)} to {max(changed)} of {last}, the baseline's by {min(baseline)} to {max(baseline)}"
+    assert said in " ".join(PAGE.read_text().split())
+    assert set(steps["83k", "relu"] + steps["83k", "identity"]) == {None}
+
+
+def test_page_says_what_tuning_gained(published):
+    tuned, plain = published["activations-tuned"].largest.losses, published["activations-size"].scales["25k"].losses
+    fell = [sum(tuned[name].values()) / sum(plain[name][seed] for seed in tuned[name]) for name in tuned]
+    percents = [100 * (1 - share) for share in fell]
+    said = " ".join(PAGE.read_text().split())
+    assert list(tuned) == ["softmax", "relu", "tanh"]
+    assert "lowers softmax's loss by {:.1f} %, relu's by {:.1f}, tanh's by {:.1f}".format(*percents) in said
+    models = published["muon"].largest.models.values()
+    means = [[np.mean([run.test_loss for run in each]) for each in (m.runs, m.untuned.values())] for m in models]
+    gained = [100 * (1 - best / untuned) for best, untuned in means]
+    assert "gained {:.1f} % for AdamW and {:.1f} % for Muon".format(*gained) in said
