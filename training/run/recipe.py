@@ -68,8 +68,7 @@ class Recipe(Value):
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = _field("data", "python-stdlib")
     """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl, .csv or
-    .parquet; or
-    `synthetic:TASK`."""
+    .parquet; or `synthetic:TASK`."""
     task: dict[str, Any] | None = _field("data", None, OfTask)
     """With `dataset: synthetic:TASK`, the sizes of the task that differ from its defaults."""
     dataset_config: str | None = _field("data", None, _TEXT)
