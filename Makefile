@@ -93,11 +93,11 @@ lint: .venv/installed-test
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-# The site, in site/: it fails at a broken link. The reference is read from the installed package, which is built anew
 # The published comparisons as data sets, as `nlq publish` would upload them
 registry: .venv/installed
 	.venv/bin/python docs/registry.py registry
 
+# The site, in site/: it fails at a broken link. The reference is read from the installed package, which is built anew
 docs: .venv-docs/installed
 	$(subst .venv,.venv-docs,$(PIP)) install -qq --no-deps --no-build-isolation --force-reinstall .
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --clean

@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._higher_order_ops.scan import scan
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_whole
 from transformers.utils.generic import maybe_autocast
@@ -300,6 +299,8 @@ def exported_delta_form(inputs, state=None) -> tuple[Tensor, LinearState]:
 
     ONNX solves no triangular systems.
     """
+    from torch._higher_order_ops.scan import scan  # a private place, which only an export needs
+
     query, key, value, beta, log_decay, start = inputs
     decay = torch.exp(log_decay)
     if start is not None:

@@ -52,12 +52,19 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
     return part
 
 
+# Hooks by the names that they had
+_RENAMED = {"change_projections": "change_qkv", "change_attended": "change_cached_qkv", "reweigh": "change_weights"}
+_RENAMED |= {"can_go_back": "supports_crop", "needs_places": "needs_token_context", "kind_of": "shard_dim"}
+
+
 def _check_hooks(part: type[AttentionPart]) -> None:
     own = {name: getattr(part, name) for name in dir(part) if not hasattr(AttentionPart, name)}
     methods = {name: inspect.unwrap(method) for name, method in own.items() if inspect.isroutine(method)}
     # What a method of the part calls is a helper of it
     called = {name for method in methods.values() for name in _names_in(getattr(method, "__code__", None))}
     called |= {name for hook in HOOKS for name in _names_in(getattr(part, hook).__code__)}
+    for name in own.keys() & _RENAMED:
+        raise ValueError(f"{part.__name__}.{name} is {_RENAMED[name]!r} now")
     for name in methods.keys() - called:
         if name.startswith(("change_", "score_", "token_")):
             near = did_you_mean(name, HOOKS, cutoff=0.0)

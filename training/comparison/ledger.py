@@ -43,8 +43,8 @@ class RunRow(Value):
     seed: int
     is_reported: bool
     learning_rate: float
-    point: str
-    """The tuned values, as JSON."""
+    settings: str
+    """What the model changes of the recipe, and the values in its `tuned` that this run had, as JSON."""
     parameters: int
     non_embedding: int
     tokens: int
@@ -119,19 +119,19 @@ def ledger_of(outcome: Outcome) -> Ledger:
         if outcome.axis is not None and name != SINGLE:
             place[outcome.axis.one] = name
         for model, entry in scale.models.items():
-            ledger.runs.extend(RunRow(**place, model=model, **_describe_run(run, False)) for run in entry.tried)
-            ledger.runs.extend(RunRow(**place, model=model, **_describe_run(run, True)) for run in entry.runs)
+            runs = [*((run, False) for run in entry.tried), *((run, True) for run in entry.runs)]
+            ledger.runs.extend(RunRow(**place, model=model, **_describe_run(entry, *run)) for run in runs)
         ledger.verdicts.extend(VerdictRow(**place, **verdict) for verdict in _verdicts(scale))
     return ledger
 
 
-def _describe_run(run: RunOutcome, is_reported: bool) -> dict[str, Any]:
+def _describe_run(model: ModelOutcome, run: RunOutcome, is_reported: bool) -> dict[str, Any]:
     result = run.result
     return {
         "seed": run.seed,
         "is_reported": is_reported,
         "learning_rate": run.learning_rate,
-        "point": json.dumps(run.point, sort_keys=True),
+        "settings": json.dumps(model.given | ({"tuned": run.point} if run.point else {}), sort_keys=True),
         "parameters": result.size.total,
         "non_embedding": result.size.non_embedding,
         "tokens": result.data.tokens_seen,

@@ -68,8 +68,7 @@ class Recipe(Value):
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = _field("data", "python-stdlib")
     """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl, .csv or
-    .parquet; or
-    `synthetic:TASK`."""
+    .parquet; or `synthetic:TASK`."""
     task: dict[str, Any] | None = _field("data", None, OfTask)
     """With `dataset: synthetic:TASK`, the sizes of the task that differ from its defaults."""
     dataset_config: str | None = _field("data", None, _TEXT)
@@ -213,7 +212,9 @@ class Recipe(Value):
         """The configuration of the model, to be copied before changes; raises as `load_config`."""
         switches = self.switches
         # A configuration of the user's own has the size that it says, and so have the halves of a pair
-        is_set = self.model not in names("models") or any("vocab_size" in str(half) for half in switches.values())
+        is_set = self.model not in names("models") or any(
+            isinstance(half, Mapping) and "vocab_size" in half for half in switches.values()
+        )
         if self.synthetic is not None and not self.has_weights:
             switches = {"vocab_size": len(self.synthetic.tokens), **switches}
         elif self.new_vocabulary_size is not None and not is_set:

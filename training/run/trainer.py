@@ -57,7 +57,6 @@ class RunRecord(TrainerCallback, ExportableState):
         token_stream: a hash of these tokens, row by row in the order of the data.
         seconds: time of the training steps, without evaluation and saving.
         diverged_at: the step after which the loss was infinite or NaN.
-        threads: of PyTorch, whose number changes the order of sums on a CPU.
     """
 
     def __init__(self, global_batch_size: int | None = None, dataset_fingerprint: str | None = None):
