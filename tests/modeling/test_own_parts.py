@@ -269,6 +269,8 @@ METHODS = {
     "token_states change_output": "did you mean 'token_state'?",
     "change_rotation change_output": "B.change_rotation is not a hook, so nothing calls it; did you mean 'change_",
     "changes_output": "B overrides no hook, so it changes nothing; did you mean 'change_output'? hooks are ch",
+    "change_projections": "B.change_projections is 'change_qkv' now",
+    "can_go_back change_output": "B.can_go_back is 'supports_crop' now",
     "": "B overrides no hook, so it changes nothing; hooks are change_residual, change_input,",
     "change_output helper": None,
     "measure": None,
