@@ -116,7 +116,8 @@ def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool
             cases.sort(key=lambda case: case[0])
             difference, failure = _try(invariant.differences, cases, models)
             if failure is not None:
-                lines.append(f"  {title:<41} FAILS, difference {difference:.1e}: {failure}")
+                size = f", difference {difference:.1e}" if math.isfinite(difference) else ""
+                lines.append(f"  {title:<41} FAILS{size}: {failure}")
                 return lines, False
             lines.append(f"  {title:<41} holds, largest difference {difference:.1e}")
         lines += _describe_effect(models)

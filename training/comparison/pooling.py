@@ -234,9 +234,11 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
     measured = list(dict.fromkeys(row.model for row in ledger.verdicts))
     chosen = measured if len(measured) == 1 else [model for model in measured if model in models]
     rows = [row for row in ledger.verdicts if row.model in chosen and (not scales or place_of(row) in scales)]
-    if len(chosen) != 1 or not rows:
+    if len(chosen) != 1:
+        raise ValueError(f"{name}: --model must name one of {in_line(measured)}")
+    if not rows:
         places = in_line(list(dict.fromkeys(map(place_of, ledger.verdicts))))
-        raise ValueError(f"{name}: --model must name one of {in_line(measured)}, and --scale, if given, of {places}")
+        raise ValueError(f"{name}: --scale must name one of {places}; it may be given for each folder")
     file, sources = replace(config.without_seeds(), name=None).to_dict(), []
     for row in rows:
         place, both = place_of(row), (row.model, row.baseline)
@@ -280,7 +282,8 @@ def _check_independent(first: _Source, second: _Source) -> None:
     runs = [{(run.seed, run.data, run.token_stream, run.test_loss) for run in each.runs} for each in (first, second)]
     seeds = [{(run.seed, is_same_file or run.token_stream) for run in each.runs} for each in (first, second)]
     if same := sorted({seed for seed, *_ in runs[0] & runs[1]}):
-        raise ValueError(f"{both} share runs, of the seeds {', '.join(map(str, same))}")
+        choose = "; take one of them by --scale" if "scales" in first.file or "scales" in second.file else ""
+        raise ValueError(f"{both} share runs, of the seeds {', '.join(map(str, same))}{choose}")
     if same := sorted({seed for seed, _ in seeds[0] & seeds[1]}):
         raise ValueError(f"{both} share the seeds {', '.join(map(str, same))} on the same tokens: not independent")
 

@@ -236,6 +236,8 @@ def read_ledger(source: str) -> Ledger:
     if (folder / RESULTS_FILE).exists():
         return ledger_of(read_published(folder)[0])
     if folder.exists():
+        if not (folder / COMPARISON_FILE).exists():
+            raise ValueError(f"{source} holds no comparison: neither {RESULTS_FILE} nor {COMPARISON_FILE}")
         return _read(source, lambda name: folder / name)[1]
     if (published := find_published(source)) is None:
         raise ValueError(f"{source!r} must be a folder, or a data set on the Hub, owner/name")

@@ -507,7 +507,7 @@ def publish(
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
 ) -> None:
-    """Upload a trained or converted model to the Hub: weights, configuration, code, tokenizer, results and card.
+    """Upload a model to the Hub, with code, tokenizer, results and card, or a comparison with its runs and verdicts.
 
     Of a comparison, upload its file, runs, verdicts and report as a data set, which nlq compare owner/name repeats.
     """
