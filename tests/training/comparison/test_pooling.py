@@ -168,7 +168,7 @@ def test_refusals(message):
 def test_a_model_that_no_source_has_is_named():
     ledgers = {"a": make_ledger([1, 2]), "b": make_ledger([3, 4])}
     assert pool(ledgers, ["new"]).summary is None
-    with pytest.raises(ValueError, match="^--model 'gnu' is in no source; there are new$"):
+    with pytest.raises(ValueError, match=r"^--model 'gnu' is in no source; there are new$"):
         pool(ledgers, ["new", "gnu"])
 
 
