@@ -60,20 +60,27 @@ _RENAMED |= {"can_go_back": "supports_crop", "needs_places": "needs_token_contex
 def _check_hooks(part: type[AttentionPart]) -> None:
     own = {name: getattr(part, name) for name in dir(part) if not hasattr(AttentionPart, name)}
     methods = {name: inspect.unwrap(method) for name, method in own.items() if inspect.isroutine(method)}
-    # What a method of the part calls is a helper of it
-    called = {name for method in methods.values() for name in _names_in(getattr(method, "__code__", None))}
-    called |= {name for hook in HOOKS for name in _names_in(getattr(part, hook).__code__)}
+    # What code of the part or beside it names is a helper of it
+    beside = list(vars(sys.modules.get(part.__module__, part)).values())
+    classes = [*part.__mro__, *filter(inspect.isclass, beside)]
+    values = [*beside, *(value for owner in classes for value in vars(owner).values())]
+    called = {name for value in values for name in _names_in(_code_of(value))}
     for name in own.keys() & _RENAMED:
         raise ValueError(f"{part.__name__}.{name} is {_RENAMED[name]!r} now")
     for name in methods.keys() - called:
         if name.startswith(("change_", "score_", "token_")):
             near = did_you_mean(name, HOOKS, cutoff=0.0)
-            raise ValueError(f"{part.__name__}.{name} is not a hook, so nothing calls it; {near}or remove it")
+            raise ValueError(f"{part.__name__}.{name} is not a hook, so nothing calls it; {near}or rename it")
     if not any(map(part.has_hook, (*HOOKS, "measure"))):
         near = next(filter(None, (did_you_mean(name, HOOKS, cutoff=0.7) for name in methods)), "")
         raise ValueError(
             f"{part.__name__} overrides no hook, so it changes nothing; {near}hooks are {', '.join(HOOKS)}"
         )
+
+
+def _code_of(value: object) -> CodeType | None:
+    function = value.fget if isinstance(value, property) else value
+    return getattr(inspect.unwrap(function), "__code__", None) if inspect.isroutine(function) else None
 
 
 def _names_in(code: CodeType | None) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Parts of a user's own: their files travel with a model, and no other code is ever used in their place."""
 
+import functools
 import re
 
 import pytest
@@ -295,3 +296,17 @@ def test_a_helper_may_be_named_as_a_hook(tmp_path):
     assert text != DISTANCE and load(tmp_path, f"{text}\n{helper}")
     with pytest.raises(ValueError, match=r"Bias\.score_of is not a hook"):
         load(tmp_path, f"{DISTANCE}\n{helper}")
+    for caller in (
+        "    @property\n    def slope(self):\n        return self.score_of(self.slope_bias)\n",
+        "\n\ndef slope(part):\n    return part.score_of(part.slope_bias)\n",
+        "\n\nclass Slope:\n    def __call__(self, part):\n        return part.score_of(part.slope_bias)\n",
+    ):
+        assert load(tmp_path, f"{DISTANCE}\n{helper}\n{caller}")
+
+
+def test_a_hook_may_be_any_callable():
+    def scaled(call, heads, factor):
+        return heads * factor
+
+    hook = functools.partial(scaled, factor=2)
+    assert register_attention_part(part := type("B", (AttentionPart,), {"name": "b", "change_output": hook})) is part

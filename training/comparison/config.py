@@ -1,5 +1,6 @@
 """The file of a comparison as typed values, and how it is read."""
 
+import itertools
 import math
 import shlex
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from .inference import FIRST_INTERIM
 from .lr_search import LEARNING_RATE
 from .sections import (
     SECTIONS,
+    SEEDS,
     SET_BY_RUN,
     SINGLE,
     Axis,
@@ -199,9 +201,13 @@ class ComparisonConfig(SectionConfig):
         return sorted({seed for section in sections for seed in section.seeds or ()})
 
     def with_fresh_seeds(self) -> "ComparisonConfig":
-        """Returns the comparison with as many others: the next after its largest, where equal ones stay equal."""
+        """Returns the comparison with as many others: the next after its largest, where equal ones stay equal.
+
+        After the largest that there is come those from 0.
+        """
         known = self.all_seeds
-        fresh = {seed: known[-1] + 1 + index for index, seed in enumerate(known)}
+        others = (seed % SEEDS for seed in itertools.count(known[-1] + 1) if seed % SEEDS not in known)
+        fresh = dict(zip(known, others))
 
         def renewed(section: Any) -> Any:
             return replace(section, seeds=section.seeds and [fresh[seed] for seed in section.seeds])

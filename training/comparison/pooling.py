@@ -124,6 +124,9 @@ def pool(ledgers: Mapping[str, Ledger], models: Collection[str] = (), scales: Co
         ValueError: if sources share runs or seeds, measure different changes, or lack a verdict.
         ImportError: for three studies without statsmodels.
     """
+    measured = {row.model for ledger in ledgers.values() for row in ledger.verdicts}
+    if unknown := [model for model in models if model not in measured]:
+        raise ValueError(f"--model {unknown[0]!r} is in no source; there are {in_line(sorted(measured))}")
     sources = [each for name, ledger in ledgers.items() for each in _sources_in(name, ledger, models, scales)]
     if len(sources) < 2:
         raise ValueError(f"{in_line([*ledgers])}: there is one study; name two or more")

@@ -27,6 +27,7 @@ SECTIONS = ("switches", "training")
 SINGLE = "(single)"
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 SET_BY_RUN = ("learning_rate", "seed", "data_seed")
+SEEDS = 2**32  # of NumPy, from 0
 
 
 class Axis(StrEnum):
@@ -53,7 +54,7 @@ class SectionConfig(Value):
         check_set_by_run("training: ", getattr(self, "training", None) or {})
         seeds = getattr(self, "seeds", None)
         if seeds is not None:
-            if not seeds or not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds):
+            if not seeds or not all(type(seed) is int and 0 <= seed < SEEDS for seed in seeds):
                 raise ValueError(f"seeds={seeds!r} must be a list of at least one whole number from 0 to 2**32 - 1")
             if len(set(seeds)) < len(seeds):
                 raise ValueError(f"seeds={seeds!r} holds a seed twice")

@@ -165,6 +165,13 @@ def test_refusals(message):
         pool(REFUSED[message]())
 
 
+def test_a_model_that_no_source_has_is_named():
+    ledgers = {"a": make_ledger([1, 2]), "b": make_ledger([3, 4])}
+    assert pool(ledgers, ["new"]).summary is None
+    with pytest.raises(ValueError, match=r"^--model 'gnu' is in no source; there are new$"):
+        pool(ledgers, ["new", "gnu"])
+
+
 def test_repetition_is_pooled_for_every_model():
     models = {"base": BASE, "new": NEW, "wider": WIDER}
     lines = pooled_lines(make_ledger(range(3), models=models), make_ledger(range(3, 6), models=models))

@@ -346,6 +346,11 @@ def test_equal_seeds_stay_equal_over_scales(axis):
     assert fresh.seeds == [8, 9] and [each.seeds for each in fresh.scale_configs.values()] == [[8, 11], [11, 10], None]
 
 
+def test_seeds_after_the_largest_are_the_smallest():
+    content = {"recipe": {}, "baseline": "x", "models": {"x": {}, "y": {}}, "seeds": [2**32 - 2, 0, 2, 2**32 - 3]}
+    assert ComparisonConfig.read(content, "file").with_fresh_seeds().seeds == [4, 2**32 - 1, 1, 3]
+
+
 def papers_in_the_documentation() -> list[tuple[str, str, set[str]]]:
     """Switches and values in the tables of the documentation, with the papers in their rows."""
     rows = []
