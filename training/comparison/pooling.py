@@ -234,6 +234,8 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
     config = read_made_from(ledger.comparison, name)
     if not isinstance(config.recipe, dict):
         raise ValueError(f"{name}: recipe={config.recipe!r} must hold the fields of a recipe")
+    if config.stop is not None:
+        raise ValueError(f"{name}: stop={config.stop!r}: how many seeds it has depends on their losses; not pooled")
     measured = list(dict.fromkeys(row.model for row in ledger.verdicts))
     chosen = measured if len(measured) == 1 else [model for model in measured if model in models]
     rows = [row for row in ledger.verdicts if row.model in chosen and (not scales or place_of(row) in scales)]

@@ -151,6 +151,10 @@ REFUSED = {
         "a": make_ledger([1, 2]),
         "b": make_ledger([3, 4], models={"base": BASE, "new": NEW, "other": WIDER}),
     },
+    "b: stop='early': how many seeds": lambda: {
+        "a": make_ledger([1, 2, 3]),
+        "b": replace(early := make_ledger([4, 5, 6]), comparison={**early.comparison, "stop": "early"}),
+    },
     "noise is unknown": lambda: {"a": make_ledger([1, 2], noise=0), "b": make_ledger([3, 4], text="b", stream="b")},
     "b: new: diverged": lambda: {
         "a": make_ledger([1, 2]),
