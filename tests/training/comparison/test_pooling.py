@@ -153,7 +153,7 @@ REFUSED = {
     },
     "b: stop='early': how many seeds": lambda: {
         "a": make_ledger([1, 2, 3]),
-        "b": replace(early := make_ledger([4, 5, 6]), comparison={**early.comparison, "stop": "early"}),
+        "b": replace(early := make_ledger([4, 5, 6, 7]), comparison={**early.comparison, "stop": "early"}),
     },
     "noise is unknown": lambda: {"a": make_ledger([1, 2], noise=0), "b": make_ledger([3, 4], text="b", stream="b")},
     "b: new: diverged": lambda: {
