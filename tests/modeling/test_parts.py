@@ -152,7 +152,7 @@ def test_what_is_left_of_exclusive_attention_in_bfloat16(how, part, switches):
             "attention_activation": "stick_breaking",
             "attention_normalization": "sum",
         },
-        r"'unknown_part' \(code None\) is unknown": {"attention_parts": ["unknown_part"]},
+        "'unknown_part' is unknown; known parts": {"attention_parts": ["unknown_part"]},
     }.items(),
 )
 def test_configurations_are_refused_by_name(message, switches):
