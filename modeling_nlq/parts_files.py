@@ -36,8 +36,8 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
     A configuration remembers the code that it was made with. A model with a part of a notebook or a script cannot be
     saved: put the class into a file, and load it by `load_attention_parts`.
 
-    Raises `ValueError` if it is no such class, cannot have its name, overrides `forward`, or has no hook or a misspelt
-    one, with which it would do nothing.
+    Raises `ValueError` for another class, a name that a part cannot have, a `forward` of its own, or a method that is
+    named like a hook and is none. A part without any hook would do nothing, so it raises too.
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")

@@ -33,6 +33,7 @@ RECIPE_FILE = "recipe.yaml"
 STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
+THREADS_FILE = "threads.txt"
 RUNS_FILE = "runs.parquet"
 VERDICTS_FILE = "verdicts.parquet"
 REPORT_FILES = ("results.md", "figures/*.png")

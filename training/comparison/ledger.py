@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -120,63 +120,67 @@ def ledger_of(outcome: Outcome) -> Ledger:
             place[outcome.axis.one] = name
         for model, entry in scale.models.items():
             runs = [*((run, False) for run in entry.tried), *((run, True) for run in entry.runs)]
-            ledger.runs.extend(RunRow(**place, model=model, **_describe_run(entry, *run)) for run in runs)
-        ledger.verdicts.extend(VerdictRow(**place, **verdict) for verdict in _verdicts(scale))
+            ledger.runs.extend(_run_row(place, model, entry, *run) for run in runs)
+        ledger.verdicts.extend(_verdict_row(place, model, scale) for model in scale.statistics.effects)
     return ledger
 
 
-def _describe_run(model: ModelOutcome, run: RunOutcome, is_reported: bool) -> dict[str, Any]:
+def _run_row(
+    place: Mapping[str, str | None], name: str, model: ModelOutcome, run: RunOutcome, is_reported: bool
+) -> RunRow:
     result = run.result
-    return {
-        "seed": run.seed,
-        "is_reported": is_reported,
-        "learning_rate": run.learning_rate,
-        "settings": json.dumps(model.given | ({"tuned": run.point} if run.point else {}), sort_keys=True),
-        "parameters": result.size.total,
-        "non_embedding": result.size.non_embedding,
-        "tokens": result.data.tokens_seen,
-        "train_loss": result.losses.train,
-        "validation_loss": run.validation_loss,
-        "test_loss": run.test_loss,
-        "test_loss_parts": None if run.diverged else run.test_loss_parts,
-        "seconds": result.machine.seconds,
-        "device": result.machine.device,
-        "threads": result.machine.threads,
-        "versions": json.dumps(result.machine.versions, sort_keys=True),
-        "data": result.data.fingerprint,
-        "token_stream": result.data.token_stream,
-        "code": result.machine.code,
-    }
+    return RunRow(
+        **place,
+        model=name,
+        seed=run.seed,
+        is_reported=is_reported,
+        learning_rate=run.learning_rate,
+        settings=json.dumps(model.given | ({"tuned": run.point} if run.point else {}), sort_keys=True),
+        parameters=result.size.total,
+        non_embedding=result.size.non_embedding,
+        tokens=result.data.tokens_seen,
+        train_loss=result.losses.train,
+        validation_loss=run.validation_loss,
+        test_loss=run.test_loss,
+        test_loss_parts=None if run.diverged else run.test_loss_parts,
+        seconds=result.machine.seconds,
+        device=result.machine.device,
+        threads=result.machine.threads,
+        versions=json.dumps(result.machine.versions, sort_keys=True),
+        data=result.data.fingerprint,
+        token_stream=result.data.token_stream,
+        code=result.machine.code,
+    )
 
 
-def _verdicts(scale: ScaleOutcome) -> Iterator[dict[str, Any]]:
-    analysis, baseline = scale.statistics, scale.models[scale.baseline]
-    for model, effect in analysis.effects.items():
-        entry = scale.models[model]
-        formula, arxiv = _origin(entry.given, baseline.given)
-        low, high = effect.loss_improvement_interval or (None, None)
-        seconds = [_median_seconds(each) for each in (entry, baseline)]
-        yield {
-            "model": model,
-            "change": json.dumps(entry.given, sort_keys=True),
-            "baseline": scale.baseline,
-            "baseline_change": json.dumps(baseline.given, sort_keys=True),
-            "formula": formula,
-            "arxiv": arxiv,
-            "non_embedding": entry.size.non_embedding,
-            "tokens": scale.tokens_per_run,
-            "optimizer": entry.given.get("optimizer") or scale.comparison["recipe"].get("optimizer") or "adamw",
-            "seeds": effect.pairs,
-            "improvement": effect.loss_improvement,
-            "low": low,
-            "high": high,
-            "p": effect.holm_p,
-            "family": analysis.family or len(analysis.effects),
-            "verdict": effect.verdict,
-            "noise": analysis.noise_floor_percent,
-            "time_ratio": seconds[0] / seconds[1] if all(seconds) else None,
-            "version": entry.runs[0].result.machine.versions.get("nlq", ""),
-        }
+def _verdict_row(place: Mapping[str, str | None], name: str, scale: ScaleOutcome) -> VerdictRow:
+    analysis, model, baseline = scale.statistics, scale.models[name], scale.models[scale.baseline]
+    effect = analysis.effects[name]
+    formula, arxiv = _origin(model.given, baseline.given)
+    low, high = effect.loss_improvement_interval or (None, None)
+    seconds = [_median_seconds(each) for each in (model, baseline)]
+    return VerdictRow(
+        **place,
+        model=name,
+        change=json.dumps(model.given, sort_keys=True),
+        baseline=scale.baseline,
+        baseline_change=json.dumps(baseline.given, sort_keys=True),
+        formula=formula,
+        arxiv=arxiv,
+        non_embedding=model.size.non_embedding,
+        tokens=scale.tokens_per_run,
+        optimizer=model.given.get("optimizer") or scale.comparison["recipe"].get("optimizer") or "adamw",
+        seeds=effect.pairs,
+        improvement=effect.loss_improvement,
+        low=low,
+        high=high,
+        p=effect.holm_p,
+        family=analysis.family or len(analysis.effects),
+        verdict=effect.verdict,
+        noise=analysis.noise_floor_percent,
+        time_ratio=seconds[0] / seconds[1] if all(seconds) else None,
+        version=model.runs[0].result.machine.versions.get("nlq", ""),
+    )
 
 
 def _origin(given: Mapping[str, Any], of_baseline: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -200,7 +204,7 @@ def _describe_switch(name: str, value: Any) -> tuple[str, str]:
         return row.formula, " ".join(of_value or of_all)
     name = "query_projection" if name.endswith("_projection") and value != "key" else name
     pattern = rf"^    (?:\w+, )*{re.escape(name)}(?:, \w+)*: (.*?)(?=^    \w|\Z)"
-    entry = re.search(pattern, inspect.getdoc(NLQConfig), re.MULTILINE | re.DOTALL)
+    entry = re.search(pattern, inspect.getdoc(NLQConfig) or "", re.MULTILINE | re.DOTALL)
     text = entry[1] if entry else ""
     token = f'`"{value}"`' if isinstance(value, str) else str(value)
     if (match := re.search(rf'{re.escape(token)}(?:,\s+`([^`]+)`)?([^;"]*)', text)) is None:

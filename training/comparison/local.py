@@ -21,12 +21,13 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..disk import make_folder
+from ..files import THREADS_FILE
 from ..result import RunResult
 from ..run.data import prepare_data, warn_of_spare_ids
 from ..run.recipe import Recipe
 from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
 from ..run.subprocess_run import RunFailed, describe_failure, run_in_subprocess
-from ..run.threads import THREADS_FILE, threads_of
+from ..run.threads import threads_of
 from ..text import check_number
 from .comparison import Run, Scale
 

@@ -88,7 +88,7 @@ def _primary_sentence(primary: Primary, tests: int) -> str:
     about, test = f"{f'Primary test {primary.name}'.strip()}, {primary.about}", primary.test
     if test.note:
         return f"{about}: {test.verdict} ({test.note})."
-    corrected, margin = f", Holm p {p_value(test.holm_p)}" * (tests > 1), ""
+    corrected, margin = f", Holm p {p_value(test.holm_p)}" if tests > 1 else "", ""
     if test.margin is not None:
         (low, high), confidence = test.margin_interval, f"{100 * (1 - 2 * ALPHA / tests):.3g} %"
         within = f"[{low:+.2f}, {high:+.2f}], is within {test.margin:g} %"

@@ -90,11 +90,11 @@ def checkpoint_to_resume(
     best = state.best_model_checkpoint = best_checkpoint(state, arguments.output_dir)
     if arguments.load_best_model_at_end and best is not None and _on_main_process(fault_of, Path(best)) is not None:
         raise ValueError(f"{best}, the best checkpoint so far, is missing or damaged; load_best_model_at_end needs it")
-    logging.get_logger("transformers.trainer_utils").addFilter(_is_no_comparison)
+    logging.get_logger("transformers.trainer_utils").addFilter(_drop_argument_warning)
     logger.warning(f"Going on from {checkpoint}")
     return checkpoint, state
 
 
-def _is_no_comparison(record: LogRecord) -> bool:
-    """Drops Trainer's warning of other arguments, which takes a share of all steps for another number of steps."""
+def _drop_argument_warning(record: LogRecord) -> bool:
+    """Drops Trainer's warning of changed arguments: it takes a share of all steps for another number."""
     return "do not match the ones in the `trainer_state.json`" not in record.getMessage()

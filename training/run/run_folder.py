@@ -37,6 +37,7 @@ from ..files import (
     SETTINGS,
     STATE_FILE,
     TASKS_FILE,
+    THREADS_FILE,
     TOKENIZER,
     WEIGHTS,
     code_files,
@@ -69,8 +70,15 @@ _KINDS = {
 }
 # Files that this package writes into a folder
 _NAMES = (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS, CARD_FILE, STATE_FILE, PAGE_FILE, TASKS_FILE, "training_args.bin")
-_NAMES += (f"{CHECKPOINT}*", COMPARISON_FILE, MODELS_FILE, RESULTS_FILE, "added_seeds.json", "dataset_fingerprint.txt")
-_NAMES += ("threads.txt",)
+_NAMES += (
+    f"{CHECKPOINT}*",
+    COMPARISON_FILE,
+    MODELS_FILE,
+    RESULTS_FILE,
+    THREADS_FILE,
+    "added_seeds.json",
+    "dataset_fingerprint.txt",
+)
 _NAMES += ("results.md", "report.html", "figures/*.png", "tokenizer/*", f"runs/*/*{PROGRESS}")
 
 

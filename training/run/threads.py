@@ -12,11 +12,11 @@ import torch
 from transformers.utils import logging
 
 from ..disk import read_text, write_text
+from ..files import THREADS_FILE
 
 
 logger = logging.get_logger(__name__)
 
-THREADS_FILE = "threads.txt"
 # Another number than PyTorch's must be so many times as fast; on an idle machine none is
 _GAIN = 1.5
 # Seconds for each number, and the width of the matrices, whose product takes some milliseconds
