@@ -501,7 +501,9 @@ def publish(
     private: bool = _flag("Make a new repository private."),
     comparison: str | None = _option("Results folder of nlq compare, whose verdicts go into the card."),
     card: str | None = _option("A Markdown file to use as the card; by default the card is generated."),
-    license: str | None = _option("Of the weights, as the Hub names it; by default apache-2.0 for new weights."),
+    license: str | None = _option(
+        "Of the weights, as the Hub names it; by default apache-2.0 for new ones, trained on a built-in corpus."
+    ),
     revision: str | None = _option("Branch to publish to; by default the main one."),
     dry_run: bool = _flag("List the files and their sizes, and stop."),
     parts: list[str] = _PARTS,

@@ -67,7 +67,8 @@ def render(
 ) -> ModelCard:
     """Renders the card of a model, to be loaded from `location`.
 
-    The license is by default Apache-2.0 for weights trained from scratch, otherwise none.
+    The license is by default Apache-2.0 for weights trained from scratch on a built-in corpus, otherwise none: the
+    owner of a text or of the first weights may not allow it.
     """
     hub_data = hub_dataset(recipe or {}, result)
     recipe = without_folders(recipe or {})
@@ -85,6 +86,7 @@ def render(
         for metric, value in measured_on(result, split).items()
     }
     texts = metric_names(config)
+    has_own_license = result is not None and not result.data.is_fine_tuned and is_built_in(dataset)
     pipeline = _PIPELINES[auto_class]
     results = [
         EvalResult(
@@ -100,7 +102,7 @@ def render(
     ]
     data = ModelCardData(
         model_name=name if results else None,
-        license=license or ("apache-2.0" if result and not result.data.is_fine_tuned else None),
+        license=license or ("apache-2.0" if has_own_license else None),
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=pipeline,
         tags=["nlq", *([] if is_adapter else ["custom_code"]), "attention"] if is_nlq else ["attention"],
