@@ -85,6 +85,11 @@ def is_built_in(dataset: str) -> bool:
     return dataset in BUILT_IN_CORPORA or is_synthetic(dataset)
 
 
+def is_repository_name(text: str) -> bool:
+    """Whether a repository of the Hub could have this name, with or without its owner."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text, re.ASCII) is not None
+
+
 def yaml_text(content: dict[str, Any]) -> str:
     return yaml.dump(content, Dumper=_YamlDumper, sort_keys=False)
 

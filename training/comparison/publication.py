@@ -25,6 +25,7 @@ from ..files import (
     VERDICTS_FILE,
     data_format,
     flatten,
+    is_repository_name,
     read_yaml,
     yaml_text,
 )
@@ -220,7 +221,8 @@ def find_published(source: str | Path, seeds: str | None = None) -> Published | 
         raise ValueError(f"seeds={seeds!r} must be 'fresh' or 'original'")
     name = str(source)
     is_here = any(map(os.path.lexists, (name, f"{name}.yaml"))) or name in names("comparisons")
-    if is_here or name.endswith((".yaml", ".yml")) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
+    is_file = is_here or name.endswith((".yaml", ".yml"))
+    if is_file or "/" not in name or not is_repository_name(name):
         if seeds is not None:
             raise ValueError(f"--seeds {seeds} is for a comparison of the Hub, owner/name, and {name} is none")
         return None

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
 from modeling_nlq.parts_user_nlq import is_derived
 
-from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format, is_built_in
+from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format, is_built_in, is_repository_name
 from ..result import RunResult
 from ..size import ModelKind, Size, context_of, kind_of, parts_in, positions_of
 from ..text import Markdown, code, plain, printable
@@ -150,8 +150,8 @@ def render(
 def hub_dataset(recipe: dict[str, Any], result: RunResult | None) -> str | None:
     """Returns the dataset that a run read from the Hub; `None` for one of this package or of a machine."""
     dataset = recipe.get("dataset", "python-stdlib")
-    is_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", dataset, re.ASCII) is not None
-    if not is_name or is_built_in(dataset) or data_format(dataset) is not None or Path(dataset).exists():
+    is_local = data_format(dataset) is not None or Path(dataset).exists()
+    if is_local or is_built_in(dataset) or not is_repository_name(dataset):
         return None
     # For a folder, the run recorded only its last component
     trained_on = result.data.trained_on if result else []
