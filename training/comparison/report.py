@@ -32,7 +32,9 @@ from .sentences import (
 from .status import CONFIRMATION
 from .tables import (
     BONFERRONI,
+    FISHER,
     INTERACTIONS_CAPTION,
+    LEARNED,
     cost_rows,
     given_fields,
     improvement_rows,
@@ -64,8 +66,8 @@ _TERMINAL_COLUMNS = {
     "Holm p": "Holm p",
     BONFERRONI: BONFERRONI,
     "accuracy (%)": "accuracy %",
-    "seeds at 99 %": "seeds at 99 %",
-    "Fisher p": "Fisher p",
+    LEARNED: LEARNED,
+    FISHER: FISHER,
     "seeds": "seeds",
     "learning rate": "learning rate",
     "verdict": "verdict",

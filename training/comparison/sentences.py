@@ -13,6 +13,10 @@ from .lr_search import LEARNING_RATE
 from .results import Outcome, ScaleOutcome
 from .tables import (
     ACCURACY_NOTE,
+    FISHER,
+    LEARNED,
+    NOTHING,
+    accuracy_cells,
     describe_verdict,
     p_value,
     tuning_gain,
@@ -59,7 +63,7 @@ EARLY = (
 
 
 def outcome_sentences(outcome: Outcome) -> list[str]:
-    sentences = primary_sentences(outcome)
+    sentences = [*primary_sentences(outcome), *learned_sentences(outcome)]
     if outcome.interactions:
         sentences += [f"Condition {name}. {outcome_sentence(results)}" for name, results in outcome.scales.items()]
         return [*sentences, interaction_sentence(outcome)]
@@ -97,6 +101,20 @@ def _primary_sentence(primary: Primary, tests: int) -> str:
         f"{about}: {test.verdict}, {with_interval(test.value, test.interval, '+.2f')} % of the baseline's loss, p "
         f"{p_value(test.p)}{corrected}.{margin}"
     )
+
+
+def learned_sentences(outcome: Outcome) -> list[str]:
+    """Returns for each scale or condition of a synthetic task how many seeds learned it."""
+    sentences = []
+    for place, results in outcome.scales.items():
+        models = [
+            f"{name} {cells[LEARNED]}" + ("" if cells[FISHER] == NOTHING else f" (p {cells[FISHER]})")
+            for name, cells in accuracy_cells(results).items()
+        ]
+        where = f", {outcome.axis.one} {place}" if outcome.axis else ""
+        if models:
+            sentences.append(f"Seeds that learned the task{where}: {in_line(models)}.")
+    return sentences
 
 
 def interaction_sentence(outcome: Outcome) -> str:
@@ -173,7 +191,7 @@ def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
 
 
 def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, planned: int | None) -> list[str]:
-    warnings = []
+    warnings, at_ends = [], []
     if results.same_tokens is False:
         warnings.append(
             "THE MODELS DID NOT SEE THE SAME TOKENS in the same order, as the hashes of the runs tell. What follows "
@@ -182,15 +200,11 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, planned: int | No
     for name, model in results.models.items():
         if len(model.kernels) > 1:
             warnings.append(f"The runs of {name} were computed in different ways: {' | '.join(model.kernels)}.")
-        since = " from these seeds on" if results.interim else ""
         for end in ("smallest", "largest"):
             if seeds := {seed for seed, boundary in model.boundaries.items() if boundary == end}:
                 rates = {run.learning_rate for run in model.runs if run.seed in seeds}
                 listed = ", ".join(f"{rate:g}" for rate in sorted(rates))
-                warnings.append(
-                    f"{name} did best at {listed}, the {end} learning rate tried, in {len(seeds)} of "
-                    f"{len(model.runs)} seeds: a better one may lie beyond, so there is no verdict{since}."
-                )
+                at_ends.append(f"{name} at {listed}, the {end}, in {len(seeds)} of {len(model.runs)} seeds")
         if diverged := len(model.runs) - len(model.finished):
             consequence = "it gets no verdict, for without its failures it would look better than it is"
             if name == results.baseline:
@@ -206,6 +220,12 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, planned: int | No
                     f"{name} did best with {field} {'at' if values.values else 'near'} {listed}, the end of its range "
                     f"({values}), in {len(ends)} of {len(model.runs)} seeds: better values may lie beyond."
                 )
+    if at_ends:
+        since = " from these seeds on" if results.interim else ""
+        warnings.append(
+            f"There is no verdict{since} where the best learning rate was the smallest or largest tried, for a better "
+            f"one may lie beyond: {'; '.join(at_ends)}."
+        )
     counts, made = (len(results.seeds), len(results.models) - 1), results.statistics.family
     warning = power_warning(*counts, results.interim is not None, made or planned)
     if has_tests and warning:

@@ -28,6 +28,8 @@ _LOW, _HIGH = 0.05, 0.95
 
 # With interim analyses: p times the number of models over the share of alpha that the analysis spends
 BONFERRONI = "Bonferroni p"
+LEARNED = "seeds at 99 %"
+FISHER = "Fisher p"
 
 
 def summary_rows(results: ScaleOutcome) -> Rows:
@@ -99,8 +101,8 @@ def accuracy_cells(results: ScaleOutcome) -> dict[str, dict[str, str]]:
         cells[name] = {
             "accuracy (%)": f"{100 * statistics.fmean(values):.1f} ({ends})",
             "accuracy gain (points)": gain,
-            "seeds at 99 %": f"{sum(value >= MASTERED for value in values)} of {len(values)}",
-            "Fisher p": number(corrected.get(name), ".2g"),
+            LEARNED: f"{sum(value >= MASTERED for value in values)} of {len(values)}",
+            FISHER: number(corrected.get(name), ".2g"),
             "steps to 99 %": _median(steps, ",.0f"),
         }
     return cells
