@@ -40,7 +40,15 @@ from modeling_nlq.training.comparison.results import (
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.sections import SINGLE
 from modeling_nlq.training.comparison.sentences import power_sentence, protocol_sentences
-from modeling_nlq.training.comparison.tables import NOTHING, cost_rows, stability_rows, summary_rows
+from modeling_nlq.training.comparison.tables import (
+    FISHER,
+    LEARNED,
+    NOTHING,
+    accuracy_cells,
+    cost_rows,
+    stability_rows,
+    summary_rows,
+)
 from modeling_nlq.training.files import read_json
 from modeling_nlq.training.text import printable
 from modeling_nlq.training.values import from_json, to_json
@@ -742,6 +750,18 @@ def test_page_says_when_encoders_begin_to_learn(published):
     said = f"steps {min(changed)} to {max(changed)} of {last}, the baseline's by {min(baseline)} to {max(baseline)}"
     assert said in " ".join(PAGE.read_text().split())
     assert set(steps["83k", "relu"] + steps["83k", "identity"]) == {None}
+
+
+def test_page_counts_seeds_that_learn(published):
+    found = [accuracy_cells(results) for results in published["tasks-recall"].scales.values()]
+    counts = {name: [cells[name][LEARNED] for cells in found] for name in found[0]}
+    rows = re.findall(r"^\| (.*) \| \**(\d of 5)\** \| \**(\d of 5)\** \|$", PAGE.read_text(), flags=re.MULTILINE)
+    names = ["softmax", "sigmoid", "relu", "nonlinear queries"], ["linear attention"], ["fourth matrix"]
+    assert [set(map(tuple, (counts[name] for name in each))) for each in names] == [{(a, b)} for _, a, b in rows]
+    assert all(name in row for each, (row, *_) in zip(names, rows) for name in each)
+    ends = [found[1][name]["accuracy (%)"].partition("(")[2][:-1] for name in ("linear attention", "fourth matrix")]
+    said = "linear attention still names {} % of the values, the fourth matrix {} % (Fisher's exact test, Holm p {})"
+    assert said.format(*ends, found[1]["fourth matrix"][FISHER]) in " ".join(PAGE.read_text().split())
 
 
 def test_page_says_what_tuning_gained(published):
