@@ -215,8 +215,7 @@ def draw_losses(outcome: Outcome) -> Figure | None:
             else outcome.trend.flops[scale]: [run.test_loss for run in results.models[name].finished]
             for scale, results in outcome.scales.items()
         }
-        _plot_means(axes, losses, {**style, "alpha": 0.8})
-        _plot_runs(axes, losses, {**style, "alpha": 0.6, "markersize": 4})
+        _plot_seeds(axes, losses, style)
     if not any(len(line.get_xdata()) for line in axes.lines):
         return None
     _scale_compute(axes, outcome)
@@ -225,8 +224,27 @@ def draw_losses(outcome: Outcome) -> Figure | None:
     return _add_legend(figure, outcome)
 
 
+def draw_accuracies(outcome: Outcome) -> Figure | None:
+    """The accuracy of every seed on a synthetic task, which is often all or nothing; `None` for text."""
+    of_scales = {outcome.trend.flops[scale]: results.accuracies for scale, results in outcome.scales.items()}
+    if not all(of_scales.values()):
+        return None
+    figure, axes = _begin_figure(f"Accuracy over {outcome.trend.axis}, every seed")
+    styles = _model_styles(outcome)
+    for index, (name, style) in enumerate(styles.items()):
+        shift = 1 + 0.02 * (index - (len(styles) - 1) / 2)  # else models that all learn it hide one another
+        _plot_seeds(axes, {x * shift: [100 * each for each in values[name]] for x, values in of_scales.items()}, style)
+    _scale_compute(axes, outcome)
+    axes.grid(alpha=0.25)
+    axes.set_ylabel("accuracy in the test (%)")
+    axes.set_ylim(-3, 103)
+    return _add_legend(figure, outcome)
+
+
 def draw_improvements(outcome: Outcome) -> Figure | None:
     trend, points = outcome.trend, {}
+    if not outcome.largest.objective.has_parts:
+        return None  # the loss of a model that learns a synthetic task is near 0, and so no measure of others
     for index, (name, model) in enumerate(trend.models.items()):
         shift = 1 + 0.08 * (index - (len(trend.models) - 1) / 2)
         steps = (step for step in model.steps.values() if step.improvement is not None)
@@ -315,6 +333,11 @@ def _plot_means(axes: Axes, losses: dict[float, list[float | None]], style: Styl
     means = {x: np.mean(values) for x, values in losses.items() if values and None not in values}
     axes.plot([*means], [*means.values()], **{**style, "marker": None})
     return list(means.values())
+
+
+def _plot_seeds(axes: Axes, values: dict[float, list[float | None]], style: Style) -> None:
+    _plot_means(axes, values, {**style, "alpha": 0.8})
+    _plot_runs(axes, values, {**style, "alpha": 0.6, "markersize": 4})
 
 
 def _begin_figure(title: str) -> tuple[Figure, Axes]:
@@ -521,6 +544,11 @@ FIGURES = {
     ),
 }
 FIGURES_OF_A_LADDER = {
+    "accuracies": (
+        "Accuracy over {axis}",
+        "Accuracy in the test of every seed. Lines join means over the seeds.",
+        draw_accuracies,
+    ),
     "improvements": (
         "Improvement over {axis}",
         "Improvement of test loss with the interval of each model and scale; grey is the noise floor.",

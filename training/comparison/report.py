@@ -39,6 +39,7 @@ from .tables import (
     given_fields,
     improvement_rows,
     interaction_rows,
+    learned_rows,
     point_rows,
     points_sentence,
     provenance,
@@ -103,7 +104,7 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
 def describe(outcome: Outcome) -> str:
     """The outcome for a terminal: warnings, a line for each model, then notes."""
     if outcome.trend:
-        tables, notes = [improvement_rows(outcome.trend)], outcome_sentences(outcome)
+        tables, notes = [learned_rows(outcome) or improvement_rows(outcome.trend)], outcome_sentences(outcome)
     elif outcome.interactions:
         scales = outcome.scales.items()
         rows = [{"condition": name, **row} for name, each in scales for row in _columns(each, _TERMINAL_COLUMNS)]
@@ -158,7 +159,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     ]
     if outcome.trend:
         ladder = f"This is the scale {scale} of a ladder of {len(outcome.scales)} scales: {', '.join(outcome.scales)}."
-        parts += [ladder, trend_sentence(outcome), improvement_rows(outcome.trend)]
+        parts += [ladder, trend_sentence(outcome), learned_rows(outcome) or improvement_rows(outcome.trend)]
     elif outcome.interactions:
         names = ", ".join(outcome.scales)
         parts += [f"This is the condition {scale} of {len(outcome.scales)}: {names}.", interaction_rows(outcome)]

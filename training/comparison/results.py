@@ -173,6 +173,16 @@ class ScaleOutcome:
         return {name: {run.seed: run.test_loss for run in model.runs} for name, model in self.models.items()}
 
     @property
+    def accuracies(self) -> dict[str, list[float]]:
+        """The accuracy of each seed of each model on a synthetic task; nothing for text."""
+        if self.objective.has_parts:
+            return {}
+        return {
+            name: [0.0 if run.diverged else run.result.losses.test.token_accuracy or 0.0 for run in model.runs]
+            for name, model in self.models.items()
+        }
+
+    @property
     def tested(self) -> list[str]:
         return [name for name, effect in self.statistics.effects.items() if effect.p is not None]
 

@@ -82,12 +82,8 @@ def cost_rows(results: ScaleOutcome) -> Rows:
 
 def accuracy_cells(results: ScaleOutcome) -> dict[str, dict[str, str]]:
     """The accuracy on a synthetic task, which is often all or nothing, by model and column; nothing for text."""
-    if results.objective.has_parts:
+    if not (of_models := results.accuracies):
         return {}
-    of_models = {
-        name: [0.0 if run.diverged else run.result.losses.test.token_accuracy or 0.0 for run in model.runs]
-        for name, model in results.models.items()
-    }
     base = of_models[results.baseline]
     p_values = {name: learned_p(base, values) for name, values in of_models.items() if name != results.baseline}
     corrected, cells = dict(zip(p_values, holm(p_values.values()))), {}
@@ -252,7 +248,9 @@ def run_rows(results: ScaleOutcome) -> Rows:
 
 
 def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
-    tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
+    tables = [(learned_rows(outcome), ACCURACY_NOTE)]
+    if not tables[0][0]:
+        tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
     if not outcome.primary and (rows := family_rows(outcome)):
         tables.append((rows, _FAMILY_CAPTION))
     if not outcome.trend.multiplier_note:
@@ -274,6 +272,16 @@ def family_rows(outcome: Outcome) -> Rows:
     return [
         {"model": name, **{f"{scale}, p": p_value(corrected.get((scale, name))) for scale in outcome.scales}}
         for name in dict.fromkeys(model for _, model in tests)
+    ]
+
+
+def learned_rows(outcome: Outcome) -> Rows:
+    """How many seeds learned a synthetic task at each scale; nothing for text."""
+    columns = {scale: accuracy_cells(results) for scale, results in outcome.scales.items()}
+    return [
+        {"model": name}
+        | {f"{scale}, {title}": cells[name][title] for scale, cells in columns.items() for title in (LEARNED, FISHER)}
+        for name in columns[next(iter(columns))]
     ]
 
 

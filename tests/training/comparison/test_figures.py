@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from support.paths import REPOSITORY
 
-from modeling_nlq.training.comparison.figures import draw_bowls, draw_improvements, draw_losses
+from modeling_nlq.training.comparison.figures import draw_accuracies, draw_bowls, draw_improvements, draw_losses
 from modeling_nlq.training.comparison.results import Outcome, read_outcome
 from modeling_nlq.training.result import Evaluation
 
 
-RESULTS = REPOSITORY / "docs" / "results" / "ladder" / "activations" / "results.json"
+PUBLISHED = REPOSITORY / "docs" / "results"
+RESULTS = PUBLISHED / "ladder" / "activations" / "results.json"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,22 @@ def test_improvements_with_their_intervals(outcome):
     assert [container.lines[0].get_ydata()[0] for container in containers] == [step.improvement for step in steps]
     ends = [container.lines[2][0].get_segments()[0][:, 1] for container in containers]
     assert np.array(ends) == pytest.approx(np.array([step.improvement_interval for step in steps]))
+
+
+def test_synthetic_tasks_show_accuracies_in_place_of_improvements(outcome):
+    """In percent of a baseline's loss near 0, improvements have six digits."""
+    task = read_outcome(PUBLISHED / "tasks-recall" / "results.json")
+    points = [line for line in draw_accuracies(task).axes[0].lines if line.get_linestyle() == "None"]
+    runs = [
+        [
+            100 * run.result.losses.test.token_accuracy
+            for found in task.scales.values()
+            for run in found.models[name].runs
+        ]
+        for name in task.largest.models
+    ]
+    assert [list(line.get_ydata()) for line in points] == runs
+    assert draw_improvements(task) is None and draw_accuracies(outcome) is None
 
 
 def test_bowls_show_means_every_reported_run_and_rates_without_a_mean(outcome):
