@@ -9,7 +9,7 @@ from support.inline_engine import InlineEngine
 from support.planted import PlantedEngine
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.figures import draw_improvements, draw_losses
+from modeling_nlq.training.comparison.figures import draw_accuracies, draw_losses
 from modeling_nlq.training.comparison.report import describe, write_report
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.tables import NOTHING, accuracy_cells, learned_p, summary_rows
@@ -110,8 +110,8 @@ def test_a_ladder_climbs_in_difficulty(make, tmp_path):
     write_report(outcome, tmp_path / "report")
     text = (tmp_path / "report" / "results.md").read_text()
     assert "logarithm of pairs" in text and text.count("There are no compute multipliers") == 1
-    assert "## Improvement over pairs" in text and "## Loss over pairs" in text and "over compute" not in text
+    assert "## Accuracy over pairs" in text and "## Loss over pairs" in text and "over compute" not in text
     assert not re.search("test text|of the text", text)
-    for axes in (draw(outcome).axes[0] for draw in (draw_losses, draw_improvements)):
+    for axes in (draw(outcome).axes[0] for draw in (draw_losses, draw_accuracies)):
         assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "8", "16"]
         assert not len(axes.get_xticks(minor=True)) and "compute" not in axes.get_title()
