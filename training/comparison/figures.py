@@ -7,7 +7,7 @@ without those that diverged, which the legend counts. A ladder has the intervals
 import itertools
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,39 +69,21 @@ def figure_section(folder: Path, name: str, title: str, caption: str, figure: Fi
 
 def draw_curves(results: ScaleOutcome) -> Figure | None:
     """Losses over steps, and below the improvement over the baseline, as in Figure 1 of arXiv 2603.13381."""
-    styles = _model_styles(results)
     finished = {name: model.finished for name, model in results.models.items()}
-    if not any(finished.values()):
+    if not results.objective.has_parts or not any(finished.values()):
         return None
     figure = Figure(figsize=(_WIDTH, 6.5), layout="constrained")
     losses, improvements = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    improved = _improvements_while_training(results)
+    improved, styles = _improvements_while_training(results), _model_styles(results)
     ends = {name: values[-1] for name, (_, values) in improved.items() if len(values)}
     limit = _limit(ends.values(), results.statistics.noise_floor_percent)
     far = {name: value for name, value in ends.items() if abs(value) > limit}
-
-    points: Points = []
-    for name, runs in finished.items():
-        style = styles[name]
-        steps, values = _align(run.history.validation_loss for run in runs)
-        band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
-        losses.fill_between(steps, values.min(axis=0), values.max(axis=0), **band)
-        drawn = _plot(losses, steps, values.mean(axis=0), style)
-        steps, values = _align(run.history.train_loss for run in runs)
-        thin = {**style, "linestyle": "--", "linewidth": 1.2, "alpha": 0.8, "marker": None}
-        drawn += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
-        points += drawn if name not in far else []
-    _show_late_range(losses, points)
-    losses.grid(alpha=0.25)
-    losses.set_ylabel(f"loss (nats per {results.objective.loss_unit})")
-    _set_title(losses, "Loss while training, mean over seeds")
+    labels = _draw_losses_over_steps(losses, results, far)
 
     reference = finished[results.baseline]
     steps, values = _align(run.history.validation_loss for run in reference)
     points = [(step, 0.0) for step in steps]
     improvements.axhline(0.0, color=BASELINE["color"], linewidth=BASELINE["linewidth"])
-    grey = {"color": "#555555", "linewidth": 1.6}
-    labels = [Line2D([], [], label="validation", **grey), Line2D([], [], label="training", linestyle="--", **grey)]
     if len(reference) > 1:
         floor = 100 * values.std(axis=0, ddof=1) / values.mean(axis=0)
         improvements.fill_between(steps, -floor, floor, **_NOISE)
@@ -119,13 +101,23 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
     return _add_legend(figure, results, labels)
 
 
+def draw_task_curves(results: ScaleOutcome) -> Figure | None:
+    """Losses over steps of a synthetic task. They end near 0, where a percentage of them says nothing."""
+    if results.objective.has_parts or not any(model.finished for model in results.models.values()):
+        return None
+    figure, axes = _begin_figure("")
+    labels = _draw_losses_over_steps(axes, results)
+    axes.set_xlabel("optimizer step")
+    return _add_legend(figure, results, labels)
+
+
 def draw_parameters(results: ScaleOutcome) -> Figure | None:
     """Improvement against parameters, as in Figure 2 of arXiv 2603.13381; models of one size stand side by side."""
     effects = {results.baseline: (0.0, None)}
     for name, effect in results.statistics.effects.items():
         if effect.loss_improvement is not None:
             effects[name] = effect.loss_improvement, effect.loss_improvement_interval
-    if len(effects) < 2:
+    if len(effects) < 2 or not results.objective.has_parts:
         return None
     sizes = {name: results.models[name].size.non_embedding for name in effects}
     groups: list[list[str]] = []
@@ -244,7 +236,7 @@ def draw_accuracies(outcome: Outcome) -> Figure | None:
 def draw_improvements(outcome: Outcome) -> Figure | None:
     trend, points = outcome.trend, {}
     if not outcome.largest.objective.has_parts:
-        return None  # the loss of a model that learns a synthetic task is near 0, and so no measure of others
+        return None  # as for `draw_task_curves`
     for index, (name, model) in enumerate(trend.models.items()):
         shift = 1 + 0.08 * (index - (len(trend.models) - 1) / 2)
         steps = (step for step in model.steps.values() if step.improvement is not None)
@@ -297,6 +289,27 @@ def draw_intervals(title: str, what: str, rows: Sequence[tuple[str, float, Inter
     axes.set_title(title, parse_math=False)
     axes.grid(axis="x", alpha=0.25)
     return figure
+
+
+def _draw_losses_over_steps(axes: Axes, results: ScaleOutcome, far: Container[str] = ()) -> list[Line2D]:
+    """Draws the losses of every model, and returns the legend's entries; the models `far` do not set the axis."""
+    points: Points = []
+    for name, style in _model_styles(results).items():
+        runs = results.models[name].finished
+        steps, values = _align(run.history.validation_loss for run in runs)
+        band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+        axes.fill_between(steps, values.min(axis=0), values.max(axis=0), **band)
+        drawn = _plot(axes, steps, values.mean(axis=0), style)
+        steps, values = _align(run.history.train_loss for run in runs)
+        thin = {**style, "linestyle": "--", "linewidth": 1.2, "alpha": 0.8, "marker": None}
+        drawn += _plot(axes, steps, _smooth(values.mean(axis=0)), thin)
+        points += drawn if name not in far else []
+    _show_late_range(axes, points)
+    axes.grid(alpha=0.25)
+    axes.set_ylabel(f"loss (nats per {results.objective.loss_unit})")
+    _set_title(axes, "Loss while training, mean over seeds")
+    grey = {"color": "#555555", "linewidth": 1.6}
+    return [Line2D([], [], label="validation", **grey), Line2D([], [], label="training", linestyle="--", **grey)]
 
 
 def _draw_bowls_at(axes: Axes, results: ScaleOutcome) -> None:
@@ -526,6 +539,11 @@ FIGURES = {
         "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed). "
         "Below: improvement of validation loss over the baseline, seed by seed.",
         draw_curves,
+    ),
+    "task_curves": (
+        "Losses over steps",
+        "Validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed).",
+        draw_task_curves,
     ),
     "parameters": (
         "Improvement against parameters",
