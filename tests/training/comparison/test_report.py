@@ -24,7 +24,14 @@ from modeling_nlq import NLQConfig
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.figures import draw_curves, draw_parameters, draw_stability
-from modeling_nlq.training.comparison.inference import Estimate, alpha_spent, analyse, holm, smallest_difference
+from modeling_nlq.training.comparison.inference import (
+    Estimate,
+    Verdict,
+    alpha_spent,
+    analyse,
+    holm,
+    smallest_difference,
+)
 from modeling_nlq.training.comparison.pooling import combine
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import (
@@ -609,8 +616,6 @@ def published() -> dict[str, Outcome]:
 # Contrasts that the page computes after the fact: folder, scale, models, and the models to compare them with
 CONTRASTS = [
     ("ladder/blocks", "83k", ["post norm with relu after sums"], ["post norm"]),
-    ("ladder/blocks", "25k", ["scaled fourth matrix"], ["fourth matrix"]),
-    ("ladder/blocks", "83k", ["scaled fourth matrix"], ["fourth matrix"]),
     ("queries-mlp", "197k", ["identity, wider MLP"], ["nonlinear"]),
     ("softmax", SINGLE, ["relu, sum", "relu, length"], ["softplus, sum", "softplus, length"]),
     ("softmax", SINGLE, ["softplus, length", "relu, length"], ["softplus, sum", "relu, sum"]),
@@ -633,6 +638,8 @@ def test_intervals_of_findings_are_those_of_the_tables(published):
     tables = "\n".join(file.read_text() for file in sorted(RESULTS.rglob("results.md")))
     known = {tuple(map(float, found)) for found in _INTERVAL.findall(tables)}
     known |= {contrast(published[folder].scales[scale], *names) for folder, scale, *names in CONTRASTS}
+    tests = [each.test for outcome in published.values() for each in outcome.primary]  # of losses, not improvements
+    known |= {(-test.value, -test.interval[1], -test.interval[0]) for test in tests}
     known = np.array(sorted(known))
     findings = (RESULTS.parents[1] / "README.md").read_text().partition("## What we found")[2].partition("\n## ")[0]
     assert len(_INTERVAL.findall(findings)) == 3
@@ -687,9 +694,10 @@ def test_page_corrects_all_published_tests_as_one_family(published):
                 tests[folder, primary.about] = (primary.test.p, primary.test.value, (folder, "primary", primary.about))
     p_values, improvements, names = zip(*tests.values())
     left = [index for index, p in enumerate(holm(np.minimum(p_values, 1.0))) if p < 0.05]
-    trends = sum(place == "trend" for _, place, _ in names)
-    said = " ".join(PAGE.read_text().split())
-    assert f"{len(tests) - trends} of models and {trends} of trends, leave {len(left)} below 0.05 (Holm)" in said
+    trends, primaries = (sum(place == kind for _, place, _ in names) for kind in ("trend", "primary"))
+    said, models = " ".join(PAGE.read_text().split()), len(tests) - trends - primaries
+    counted = f"{models} of models, {trends} of trends and {primaries} of main effects"
+    assert f"{counted}, leave {len(left)} below 0.05 (Holm)" in said
     assert {names[index] for index in left if improvements[index] > 0} == {("upcycling", SINGLE, "upcycled")}
     assert {names[index] for index in left if improvements[index] <= 0} == {
         *(("ladder/activations", "197k", model) for model in ("tanh", "relu", "squared")),
@@ -750,6 +758,21 @@ def test_page_says_when_encoders_begin_to_learn(published):
     said = f"steps {min(changed)} to {max(changed)} of {last}, the baseline's by {min(baseline)} to {max(baseline)}"
     assert said in " ".join(PAGE.read_text().split())
     assert set(steps["83k", "relu"] + steps["83k", "identity"]) == {None}
+
+
+def test_page_says_what_the_eight_models_of_blocks_show(published):
+    outcome, said = published["blocks-factorial"], PAGE.read_text()
+    section = said.partition("## [Activation, factor and fourth matrix]")[2].partition("\n## ")[0]
+    p_values = re.findall(r"^\| .*\] ?\**\s*\| ([\d.]+) \|$", section, flags=re.MULTILINE)
+    assert p_values == [f"{each.test.holm_p:.2g}" for each in outcome.primary]
+    effects = outcome.largest.statistics.effects.values()
+    losses = sorted(-effect.loss_improvement for effect in effects)
+    assert f"by {losses[0]:.2f} to {losses[-1]:.2f} %" in section and losses[0] > 0
+    assert {effect.verdict for effect in effects} == {Verdict.WITHIN_NOISE}
+    for folder in ("blocks-factorial", "tasks-recall"):
+        models = [model for scale in published[folder].scales.values() for model in scale.models.values()]
+        seconds = sum(run.result.machine.seconds for model in models for run in [*model.tried, *model.runs])
+        assert f"{seconds / 3600:.1f} core-hours" in said
 
 
 def test_page_counts_seeds_that_learn(published):
