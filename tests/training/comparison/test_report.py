@@ -784,7 +784,19 @@ def test_page_counts_seeds_that_learn(published):
     assert all(name in row for each, (row, *_) in zip(names, rows) for name in each)
     ends = [found[1][name]["accuracy (%)"].partition("(")[2][:-1] for name in ("linear attention", "fourth matrix")]
     said = "linear attention still names {} % of the values, the fourth matrix {} % (Fisher's exact test, Holm p {})"
-    assert said.format(*ends, found[1]["fourth matrix"][FISHER]) in " ".join(PAGE.read_text().split())
+    page = " ".join(PAGE.read_text().split())
+    assert said.format(*ends, found[1]["fourth matrix"][FISHER]) in page
+    # A second comparison, with other seeds, says why
+    cells = accuracy_cells(published["tasks-recall-matrix"].largest)
+    without = {cells[name][LEARNED] for name in ("softmax", "matrix")}
+    with_factor = {cells[name][LEARNED] for name in ("factor", "matrix and factor")}
+    assert without == {"5 of 5"} and with_factor == {"0 of 5"}
+    p_values = {cells[name][FISHER] for name in ("factor", "matrix and factor")}
+    assert (
+        f"with the factor 0 of 5 seeds, with or without the matrix, and without it 5 of 5 (Holm p {p_values.pop()})"
+        in page
+    )
+    assert not p_values
 
 
 def test_page_says_what_tuning_gained(published):
