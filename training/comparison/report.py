@@ -20,6 +20,7 @@ from .results import Outcome, ScaleOutcome, read_outcome
 from .sentences import (
     EARLY,
     about_rates,
+    learned_sentences,
     noise_floor_sentence,
     outcome_sentence,
     outcome_sentences,
@@ -74,7 +75,7 @@ _TERMINAL_COLUMNS = {
     "verdict": "verdict",
 }
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "test loss of masked tokens (nats)", "loss improvement (%)")
-_CARD_COLUMNS += ("Holm p", BONFERRONI, "learning rate", "non-embedding")
+_CARD_COLUMNS += ("Holm p", BONFERRONI, LEARNED, FISHER, "learning rate", "non-embedding")
 _RATES_CAPTION = "Mean validation loss in nats per {} of the runs that tried the rate; ✓ marks a rate that was chosen."
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed; only seeds count. The "
@@ -153,6 +154,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
             f"{'up to ' if results.interim else ''}{len(results.seeds)} seeds each, {results.tokens_per_run:,} "
             f"tokens a run{chosen}{same}."
         ),
+        *learned_sentences(outcome),
         outcome_sentence(results),
         *_notes(results),
         rows,

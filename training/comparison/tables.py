@@ -42,6 +42,8 @@ def summary_rows(results: ScaleOutcome) -> Rows:
     of_answers = accuracy_cells(results)
     for name, model in results.models.items():
         verdict, improvement, of_perplexity, p = _verdict_cells(results.statistics, name, len(model.runs))
+        if of_answers:  # percents of a loss near 0 say nothing
+            improvement = of_perplexity = None
         row = {
             "model": name,
             "verdict": verdict,
