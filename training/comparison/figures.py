@@ -149,7 +149,7 @@ def draw_parameters(results: ScaleOutcome) -> Figure | None:
 
 def draw_interim(results: ScaleOutcome) -> Figure | None:
     interims = {name: history for name, history in (results.interim or {}).items() if history}
-    if not interims:
+    if not interims or not results.objective.has_parts:
         return None
     points: dict[str, Improvements] = {}
     for index, (name, history) in enumerate(interims.items()):

@@ -199,6 +199,8 @@ def _over_seeds(outcome: Outcome, model: str, run: str, scale: str | None) -> st
     effect = results.statistics.effects.get(model)
     if effect is None or effect.loss_improvement_interval is None or not _is_reported(results, model, run):
         return None
+    if results.accuracies:
+        return None  # percents of a loss near 0 say nothing
     improvement = with_interval(effect.loss_improvement, effect.loss_improvement_interval, "+.2f")
     level = 100 * (1 - results.statistics.alpha)
     text = f"Improvement of the test loss over {results.baseline}, {level:g} % interval over {effect.pairs} seeds"

@@ -108,7 +108,7 @@ def learned_sentences(outcome: Outcome) -> list[str]:
     sentences = []
     for place, results in outcome.scales.items():
         models = [
-            f"{name} {cells[LEARNED]}" + ("" if cells[FISHER] == NOTHING else f" (p {cells[FISHER]})")
+            f"{name} {cells[LEARNED]}" + ("" if cells[FISHER] == NOTHING else f" (Holm p {cells[FISHER]})")
             for name, cells in accuracy_cells(results).items()
         ]
         where = f", {outcome.axis.one} {place}" if outcome.axis else ""
@@ -222,9 +222,10 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, planned: int | No
                 )
     if at_ends:
         since = " from these seeds on" if results.interim else ""
+        where = " on any model" if results.models[results.baseline].boundaries else ""
         warnings.append(
-            f"There is no verdict{since} where the best learning rate was the smallest or largest tried, for a better "
-            f"one may lie beyond: {'; '.join(at_ends)}."
+            f"There is no verdict{where}{since} where the best learning rate was the smallest or largest tried, for a "
+            f"better one may lie beyond: {'; '.join(at_ends)}."
         )
     counts, made = (len(results.seeds), len(results.models) - 1), results.statistics.family
     warning = power_warning(*counts, results.interim is not None, made or planned)

@@ -329,9 +329,9 @@ _IMPROVEMENTS_CAPTION = (
 )
 ACCURACY_NOTE = (
     f"A seed learns a task if its accuracy in the test is {MASTERED:.0%} or more. Fisher's exact test compares the "
-    "number of such seeds with the baseline's, corrected by Holm's method. Steps to 99 % are the median over seeds "
-    "whose evaluations while training reached it. Differences in accuracy have 95 % t intervals where every seed lies "
-    f"between {_LOW:.0%} and {_HIGH:.0%}."
+    "number of such seeds with the baseline's, corrected by Holm's method for the models of a scale. Steps to 99 % "
+    "are the median over seeds whose evaluations while training reached it. Differences in accuracy have 95 % t "
+    f"intervals where every seed lies between {_LOW:.0%} and {_HIGH:.0%}."
 )
 INTERACTIONS_CAPTION = (
     "Improvement under the second condition minus that under the first, each in percent of the loss that the baseline "

@@ -74,7 +74,7 @@ def test_reports_count_the_seeds_that_learn(make, tmp_path):
     write_report(replace(outcome, scales={"": results}), tmp_path / "report")
     text = (tmp_path / "report" / "results.md").read_text()
     assert [path.name for path in (tmp_path / "report" / "figures").iterdir()] == ["task_curves.png"]
-    assert f"Seeds that learned the task: base 3 of 4, twin 0 of 4 (p {2 * p:.2g}), half 0 of 4 (p" in text
+    assert f"Seeds that learned the task: base 3 of 4, twin 0 of 4 (Holm p {2 * p:.2g}), half 0 of 4 (Holm p" in text
     assert "Fisher's exact test" in text and "the rows of the test are taken as they are" in text
 
 

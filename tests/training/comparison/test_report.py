@@ -769,6 +769,9 @@ def test_page_says_what_the_eight_models_of_blocks_show(published):
     losses = sorted(-effect.loss_improvement for effect in effects)
     assert f"by {losses[0]:.2f} to {losses[-1]:.2f} %" in section and losses[0] > 0
     assert {effect.verdict for effect in effects} == {Verdict.WITHIN_NOISE}
+    gelu, freedom = outcome.primary[0].test, 4
+    half = (gelu.interval[1] - gelu.value) / stats.t.ppf(1 - 0.05 / 2, freedom) * stats.t.ppf(1 - 0.05 / 6, freedom)
+    assert said.count(f"above {half - gelu.value:.1f} %") == 2  # of improvements, at 5 % for three effects
     for folder in ("blocks-factorial", "tasks-recall"):
         models = [model for scale in published[folder].scales.values() for model in scale.models.values()]
         seconds = sum(run.result.machine.seconds for model in models for run in [*model.tried, *model.runs])
@@ -783,7 +786,7 @@ def test_page_counts_seeds_that_learn(published):
     assert [set(map(tuple, (counts[name] for name in each))) for each in names] == [{(a, b)} for _, a, b in rows]
     assert all(name in row for each, (row, *_) in zip(names, rows) for name in each)
     ends = [found[1][name]["accuracy (%)"].partition("(")[2][:-1] for name in ("linear attention", "fourth matrix")]
-    said = "linear attention still names {} % of the values, the fourth matrix {} % (Fisher's exact test, Holm p {})"
+    said = "linear attention still names {} % of the values, the fourth matrix {} % (Fisher's exact test, Holm p {} at this difficulty)"
     page = " ".join(PAGE.read_text().split())
     assert said.format(*ends, found[1]["fourth matrix"][FISHER]) in page
     # A second comparison, with other seeds, says why
