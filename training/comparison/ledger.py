@@ -67,10 +67,10 @@ class RunRow(Value):
 class VerdictRow(Value):
     """A model beside its baseline, at one scale or under one condition.
 
-    `improvement` of the test loss is in percent of the baseline's, with the ends of its interval, and `p` is corrected
-    for `family` tests. `formula` and `arxiv`, the ids of papers, are known of switches alone. `noise` is the
-    baseline's standard deviation over seeds, in percent. `time_ratio` is the training time of the model over that of
-    the baseline.
+    `improvement` is that of the test loss in percent of the baseline's; `low` and `high` are the ends of its interval.
+    `p` is corrected for `family` tests. `formula` and `arxiv` (ids of papers) describe switches; other changes have
+    none. `noise` is the standard deviation of the baseline's loss over seeds, in percent. `time_ratio` is the training
+    time of the model over that of the baseline.
     """
 
     scale: str | None

@@ -222,10 +222,10 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, planned: int | No
                 )
     if at_ends:
         since = " from these seeds on" if results.interim else ""
-        where = " on any model" if results.models[results.baseline].boundaries else ""
+        which = "any model" if results.models[results.baseline].boundaries else "these models"
         warnings.append(
-            f"There is no verdict{where}{since} where the best learning rate was the smallest or largest tried, for a "
-            f"better one may lie beyond: {'; '.join(at_ends)}."
+            "The best learning rate was the smallest or largest tried, so a better one may lie beyond, and there is "
+            f"no verdict on {which}{since}: {'; '.join(at_ends)}."
         )
     counts, made = (len(results.seeds), len(results.models) - 1), results.statistics.family
     warning = power_warning(*counts, results.interim is not None, made or planned)

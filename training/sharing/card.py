@@ -71,6 +71,8 @@ def render(
     owner of a text or of the first weights may not allow it.
     """
     hub_data = hub_dataset(recipe or {}, result)
+    corpus = (recipe or {}).get("dataset", "python-stdlib")  # with its folder, whose last component may name another
+    has_own_license = result is not None and not result.data.is_fine_tuned and is_built_in(corpus)
     recipe = without_folders(recipe or {})
     conversion = without_folders(conversion or {})
     auto_class = _auto_class(config)
@@ -86,7 +88,6 @@ def render(
         for metric, value in measured_on(result, split).items()
     }
     texts = metric_names(config)
-    has_own_license = result is not None and not result.data.is_fine_tuned and is_built_in(dataset)
     pipeline = _PIPELINES[auto_class]
     results = [
         EvalResult(
@@ -127,7 +128,7 @@ def render(
         model_type=config.model_type,
         auto_class=auto_class,
         kind="a GPT-style language model" if kind is ModelKind.DECODER else kind.description,
-        prompt="import " if recipe and dataset in BUILT_IN_CORPORA else "The",
+        prompt="import " if recipe and corpus in BUILT_IN_CORPORA else "The",
         minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config) if is_nlq else {},
         parts=parts_in(config),

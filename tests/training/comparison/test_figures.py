@@ -53,15 +53,9 @@ def test_synthetic_tasks_show_accuracies_in_place_of_improvements(outcome):
     """In percent of a baseline's loss near 0, improvements have six digits."""
     task = read_outcome(PUBLISHED / "tasks-recall" / "results.json")
     points = [line for line in draw_accuracies(task).axes[0].lines if line.get_linestyle() == "None"]
-    runs = [
-        [
-            100 * run.result.losses.test.token_accuracy
-            for found in task.scales.values()
-            for run in found.models[name].runs
-        ]
-        for name in task.largest.models
-    ]
-    assert [list(line.get_ydata()) for line in points] == runs
+    for line, name in zip(points, task.largest.models, strict=True):
+        runs = [run for found in task.scales.values() for run in found.models[name].runs]
+        assert list(line.get_ydata()) == [100 * run.result.losses.test.token_accuracy for run in runs]
     assert draw_improvements(task) is None and draw_accuracies(outcome) is None
 
 

@@ -66,7 +66,9 @@ def test_names_are_no_html(name):
     assert html_in("a <img src=x>") == ["<img src=x>"]
 
 
-@pytest.mark.parametrize("dataset", ["allenai/c4", "wikitext", "python-stdlib", "~/mine.jsonl", "/gone/text"])
+@pytest.mark.parametrize(
+    "dataset", ["allenai/c4", "wikitext", "python-stdlib", "~/mine.jsonl", "/gone/text", "/gone/cmudict"]
+)
 def test_datasets_are_those_of_the_hub(dataset):
     config = load_config("tiny-linear")
     result = RunResult(Losses(False, validation=Evaluation(1.0)), Data(1, 1, ""))
