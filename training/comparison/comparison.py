@@ -94,8 +94,8 @@ class Scale:
     @property
     def or_more(self) -> str:
         """What a sentence adds to the number of runs."""
-        is_search = any(variant.rates.is_search for variant in self.variants.values())
-        return ", more if a search goes on" if is_search else ""
+        may_go_on = any(variant.rates.may_go_on for variant in self.variants.values())
+        return ", more if a search goes on" if may_go_on else ""
 
     @property
     def tokens_per_run(self) -> int:
@@ -165,7 +165,9 @@ class Scale:
                 f"{choice}; a verdict may hang on other values of the recipe, which `tune` would search for each model"
             )
         if self.takes_points:
-            again = ", and searches the learning rate again" if self.has_choice else ""
+            keeps = any(variant.rates.keeps for variant in self.variants.values())
+            rate = ", and keeps its learning rate of the scale before" if keeps else ""
+            again = ", and searches the learning rate again" if self.has_choice else rate
             return f"each seed takes over its point of the first scale{again}"
         ranges = ", ".join(f"{name} {entry}" for name, entry in tuned.ranges.items())
         if self.shares_points:
@@ -184,7 +186,7 @@ class Scale:
             "FLOPs per token": f"{size.flops_per_token:,}",
             "FLOPs per run": f"{self.flops_of(name):.3g}",
             "learning rates": str(variant.rates),
-            "runs": f"{self.runs_of(name)} or more" if variant.rates.is_search else str(self.runs_of(name)),
+            "runs": f"{self.runs_of(name)} or more" if variant.rates.may_go_on else str(self.runs_of(name)),
         }
 
 
@@ -333,6 +335,11 @@ def outline(config: ComparisonConfig, source: str) -> Comparison:
                 raise ValueError(f"{source}: learning_rates is missing")
             match = fields.match if "match" in fields.nulls else fields.match or here.match
             starts_anew = model in changes and changes[model].learning_rates is not None
+            if entry.keep_learning_rates and not starts_anew:
+                if not rates.is_search:
+                    at = f"{config.source_of(name, source)}: model {model!r}"
+                    raise ValueError(f"{at}: keep_learning_rates needs a search, learning_rates: {{start: RATE}}")
+                rates = replace(rates, keeps=True)
             variants[model] = Variant(fields, rates, match, starts_anew)
         scales[name] = Scale(here.name, here, variants, config.family)
     return Comparison(config.name, config, scales)
@@ -464,6 +471,8 @@ def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: 
 def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
     baselines = {name: scale.variants[scale.baseline] for name, scale in scales.items()}
     first, heights = next(iter(baselines)), heights_of(scales)
+    if any(variant.rates.keeps for variant in scales[first].variants.values()):
+        raise ValueError(f"{path}: scale {first!r}: keep_learning_rates: no scale comes before it")
     for smaller, larger in itertools.pairwise(scales):
         _check_same_tokenizer(f"{path}: scale {larger!r}", baselines[larger], f"scale {first!r}", baselines[first])
         if heights[larger] == heights[smaller]:

@@ -95,7 +95,7 @@ class Rates:
 
     A search begins with `start / factor`, `start` and `start * factor`. While the smallest or the largest rate is the
     best, or better than its neighbour, it tries the next one beyond, up to `limit` rates. A deeper valley may lie
-    behind a ridge. `shift` moves its begin by so many factors.
+    behind a ridge. `shift` moves its begin by so many factors. If it `keeps` its rate, the begin is all that it tries.
     """
 
     listed: tuple[float, ...] = ()  # ascending
@@ -103,26 +103,34 @@ class Rates:
     factor: float | None = None
     limit: int = LIMIT
     shift: int = 0
+    keeps: bool = False
 
     @property
     def is_search(self) -> bool:
         return self.start is not None
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether the search may try more rates than the first ones."""
+        return self.is_search and not self.keeps and self.limit > len(self.first)
+
+    @property
     def search(self) -> dict[str, float] | None:
         """The settings as in the file; `None` for a list."""
-        return {"start": self.start, "factor": self.factor, "limit": self.limit} if self.is_search else None
+        limit = 1 if self.keeps else self.limit
+        return {"start": self.start, "factor": self.factor, "limit": limit} if self.is_search else None
 
     @property
     def first(self) -> list[float]:
         """The rates that are always tried, ascending."""
-        return [self._at(self.shift + power) for power in (-1, 0, 1)] if self.is_search else list(self.listed)
+        powers = (0,) if self.keeps else (-1, 0, 1)
+        return [self._at(self.shift + power) for power in powers] if self.is_search else list(self.listed)
 
     def next(self, losses: Mapping[float, float]) -> list[float]:
         """Returns the rates to try next, if any."""
         if missing := [rate for rate in self.first if rate not in losses]:
             return missing
-        if not self.is_search or len(losses) >= self.limit:
+        if not self.may_go_on or len(losses) >= self.limit:
             return []
         end = self.boundary(losses) or _falling_end(losses)
         beyond = {"smallest": self.power(min(losses)) - 1, "largest": self.power(max(losses)) + 1}
@@ -144,7 +152,7 @@ class Rates:
 
     def __str__(self) -> str:
         rates = " ".join(f"{rate:g}" for rate in self.first)
-        return f"{rates} ..." if self.is_search else rates
+        return "kept" if self.keeps else f"{rates} ..." if self.may_go_on else rates
 
     def power(self, rate: float) -> int:
         return round(math.log(rate / self.start, self.factor))

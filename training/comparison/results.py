@@ -111,6 +111,15 @@ class ModelOutcome:
         return self.runs if len(self.learning_rates) == 1 else self.finished
 
     @property
+    def has_choice(self) -> bool:
+        """Whether seeds tried several learning rates, rather than keep those that they chose before."""
+        return len(self.learning_rates) > 1 and not self.keeps_rate
+
+    @property
+    def keeps_rate(self) -> bool:
+        return self.search is not None and self.search["limit"] == 1
+
+    @property
     def is_tuned(self) -> bool:
         return any(run.trial is not None for run in self.runs)
 
@@ -188,7 +197,7 @@ class ScaleOutcome:
 
     @property
     def has_choice(self) -> bool:
-        return any(len(model.learning_rates) > 1 for model in self.models.values())
+        return any(model.has_choice for model in self.models.values())
 
     @property
     def tuned(self) -> TuneConfig | None:

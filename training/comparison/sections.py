@@ -283,6 +283,8 @@ class ScaleConfig(SectionConfig):
     """As in the comparison."""
     seeds: list[int] | None = None
     """As in the comparison."""
+    keep_learning_rates: bool | None = None
+    """Whether each seed keeps the rate that it chose at the scale before, without another search."""
     nulls: tuple[str, ...] = ()
 
 
@@ -296,7 +298,7 @@ class ConditionConfig(ScaleConfig):
     @classmethod
     def read(cls, content: Any, source: str) -> "ConditionConfig":
         content = read_section(content, source)
-        own = ScaleConfig.__dataclass_fields__.keys() - {"nulls"}
+        own = ScaleConfig.__dataclass_fields__.keys() - {"keep_learning_rates", "nulls"}
         # One condition may neither run code of its own nor predict something else
         check_keys(source, content, own | Recipe.__dataclass_fields__.keys() - {"parts", "objective"})
         others = {name: content.pop(name) for name in content.keys() - own}

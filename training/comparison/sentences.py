@@ -232,7 +232,7 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, planned: int | No
     if has_tests and warning:
         fewer = "" if made == planned else f" (of {planned} planned tests, {made} could be made)"
         warnings.append(f"{warning}{fewer}.")
-    if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:
+    if has_tests and len({model.has_choice for model in results.models.values()}) > 1:
         warnings.append("Some models chose among learning rates, and others had one: the choice favours the former.")
     if results.added_seeds:
         seeds = ", ".join(map(str, results.added_seeds))
@@ -311,7 +311,9 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
             "reached.",
         ]
     else:
-        sentences.append("No learning rate was chosen. The losses are measured on the test split.")
+        keeps = any(model.keeps_rate and len(model.learning_rates) > 1 for model in results.models.values())
+        kept = "Each seed kept the learning rate that it chose for a model before." if keeps else ""
+        sentences.append(f"{kept or 'No learning rate was chosen.'} The losses are measured on the test split.")
     if results.interim:
         made = sum(len(model.runs) for model in results.models.values())
         sentences.append(

@@ -156,6 +156,43 @@ def test_a_ladder_takes_over_the_points_of_its_smallest_scale(make_file, tmp_pat
             assert all(run.point == plan.scales[name].config.tune.points[run.trial] for run in model.runs)
 
 
+def test_seeds_keep_the_rate_of_the_scale_before(make_file, tmp_path):
+    scales = {name: {"switches": {"hidden_size": size}} for name, size in (("small", 16), ("large", 32))}
+    scales["larger"] = {"switches": {"hidden_size": 64}, "keep_learning_rates": True}
+    tuned = {"trials": 5, "fields": {**SCALE, "learning_rate": [2.5e-3, 4e-2]}}
+    plan = load_plan(make_file(learning_rates={"start": 1e-2}, seeds=[0, 1, 2], tune=tuned, scales=scales))
+    large, larger = list(plan.scales.values())[1:]
+    assert larger.describe_tuning().endswith(
+        "point of the first scale, and keeps its learning rate of the scale before"
+    )
+    assert larger.runs == 6 and not larger.or_more and large.or_more
+    outcome = run_comparison(plan, tmp_path, PlantedEngine(own_best))
+    _, before, last = outcome.scales.values()
+    for name, model in last.models.items():
+        assert not model.tried and not model.boundaries and len(model.learning_rates) == 3
+        chosen = [(run.seed, run.trial, run.learning_rate) for run in before.models[name].runs]
+        assert [(run.seed, run.trial, run.learning_rate) for run in model.runs] == chosen
+    write_report(outcome, tmp_path)
+    text = (tmp_path / "results.md").read_text()
+    assert text.count("kept the learning rate that it chose") == 1 and "Some models chose among" not in text
+
+
+@pytest.mark.parametrize(
+    ("rates", "kept", "message"),
+    [
+        ({"start": 1e-2}, {"small": True}, "scale 'small': keep_learning_rates: no scale comes before it"),
+        ([1e-2], {"large": True}, "scale 'large': model 'base': keep_learning_rates needs a search"),
+        ({"start": 1e-2}, {"large": "yes"}, "keep_learning_rates"),
+    ],
+)
+def test_rates_that_cannot_be_kept(make_file, rates, kept, message):
+    scales = {name: {"switches": {"hidden_size": size}} for name, size in (("small", 16), ("large", 32))}
+    for name, value in kept.items():
+        scales[name]["keep_learning_rates"] = value
+    with pytest.raises(ValueError, match=message):
+        load_plan(make_file(learning_rates=rates, seeds=[0, 1], scales=scales))
+
+
 def test_a_point_of_trial_0_that_was_taken_over_is_no_gain(make_file, tmp_path):
     """Here no rates are searched, and neither plan nor report says so."""
     scales = {name: {"switches": {"hidden_size": size}} for name, size in (("small", 16), ("large", 32))}
