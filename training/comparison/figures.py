@@ -522,9 +522,8 @@ def _scale_compute(axes: Axes, outcome: Outcome) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs of a run" if outcome.trend.axis == COMPUTE else outcome.trend.axis)
     names, flops = zip(*outcome.trend.flops.items())
-    if outcome.trend.axis != COMPUTE:
-        axes.set_xticks(flops, [f"{size:g}" for size in flops])
-        axes.minorticks_off()
+    axes.set_xticks(flops, [f"{size:.3g}".replace("e+", "e") for size in flops])
+    axes.minorticks_off()
     above = axes.secondary_xaxis("top")
     above.xaxis.set_major_locator(FixedLocator(flops))
     above.xaxis.set_major_formatter(FuncFormatter(lambda value, index: names[index]))
