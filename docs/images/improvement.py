@@ -45,7 +45,7 @@ def draw(ladder: dict) -> Figure:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(axis="y", labelsize=FONT)
     axes.set_ylabel("improvement of the loss", size=FONT)
-    figure.suptitle("Two activations beside softmax, each tuned", size=FONT + 3, weight="bold")
+    figure.suptitle("Two activations beside softmax, tuned in short runs", size=FONT + 3, weight="bold")
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -92,6 +92,11 @@ class Scale:
         return any(len(variant.rates.first) > 1 for variant in self.variants.values())
 
     @property
+    def keeps_rates(self) -> bool:
+        """Whether seeds keep the rates that they chose at a smaller scale."""
+        return any(variant.rates.keeps for variant in self.variants.values())
+
+    @property
     def or_more(self) -> str:
         """What a sentence adds to the number of runs."""
         may_go_on = any(variant.rates.may_go_on for variant in self.variants.values())
@@ -160,13 +165,13 @@ class Scale:
     def describe_tuning(self) -> str:
         tuned = self.config.tune
         if tuned is None:
-            choice = "a learning rate is chosen" if self.has_choice else "nothing is tuned"
+            kept = "the learning rate is that of the scale before" if self.keeps_rates else "nothing is tuned"
+            choice = "a learning rate is chosen" if self.has_choice else kept
             return (
                 f"{choice}; a verdict may hang on other values of the recipe, which `tune` would search for each model"
             )
         if self.takes_points:
-            keeps = any(variant.rates.keeps for variant in self.variants.values())
-            rate = ", and keeps its learning rate of the scale before" if keeps else ""
+            rate = ", and keeps the learning rate that it chose last" if self.keeps_rates else ""
             again = ", and searches the learning rate again" if self.has_choice else rate
             return f"each seed takes over its point of the first scale{again}"
         ranges = ", ".join(f"{name} {entry}" for name, entry in tuned.ranges.items())
@@ -224,13 +229,13 @@ class ScaleProgress:
 
 
 def progress_of(
-    scale: Scale, results: Results, starts: Mapping[str, Mapping[int, Run]] | None = None
+    scale: Scale, results: Results, starts: Mapping[str, Mapping[int, Tuning]] | None = None
 ) -> ScaleProgress:
     """Finds which runs of a scale come next, from the finished runs alone.
 
     The first interim analysis of `stop: early` waits for the runs of the first `FIRST_INTERIM` seeds. A model without
-    a verdict gets the next seed, and so does the baseline as long as such a model is left. `starts` are the runs that
-    each model and seed chose at another scale: a search begins there unless the scale sets its own.
+    a verdict gets the next seed, and so does the baseline as long as such a model is left. `starts` are the choices of
+    each model and seed at another scale: a search begins there unless the scale sets its own.
     """
     most = len(scale.seeds)
     counts = dict.fromkeys(scale.variants, most if scale.config.stop is None else FIRST_INTERIM)
@@ -242,14 +247,14 @@ def progress_of(
             points, is_new = tuned and tuned.points, variant.starts_anew or (tuned and tuned.at == "each")
             known = {} if is_new else (starts or {}).get(model, {})
             for index in range(len(tunings), counts[model]):
-                seed, start = scale.seeds[index], known.get(scale.seeds[index])
+                seed, before = scale.seeds[index], known.get(scale.seeds[index])
                 if scale.shares_points and model != scale.baseline:
                     of_baseline = progress.tunings[scale.baseline][index]
                     if not of_baseline.is_finished:
                         tunings.append(Tuning({}, []))
                         continue
-                    start = of_baseline.reported
-                tunings.append(tune(model, seed, variant.rates, results, points, start))
+                    before = of_baseline
+                tunings.append(tune(model, seed, variant.rates, results, points, before))
         seen = max(counts.values())
         in_question = [model for model, count in counts.items() if count == seen]
         if seen >= most or scale.baseline not in in_question or progress.ready:
@@ -292,14 +297,14 @@ class Comparison:
         """
         if self.config.axis is Axis.CONDITIONS:
             return {name: progress_of(scale, results[name]) for name, scale in self.scales.items()}
-        starts: dict[str, dict[int, Run]] = {}
+        starts: dict[str, dict[int, Tuning]] = {}
         progress: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
             progress[name] = progress_of(scale, results[name], starts)
             if progress[name].ready:
                 break
             for model, tunings in progress[name].tunings.items():
-                chosen = {tuning.chosen.seed: tuning.chosen for tuning in tunings if tuning.chosen is not None}
+                chosen = {tuning.chosen.seed: tuning for tuning in tunings if tuning.chosen is not None}
                 starts[model] = starts.get(model, {}) | chosen
         return progress
 
@@ -335,10 +340,12 @@ def outline(config: ComparisonConfig, source: str) -> Comparison:
                 raise ValueError(f"{source}: learning_rates is missing")
             match = fields.match if "match" in fields.nulls else fields.match or here.match
             starts_anew = model in changes and changes[model].learning_rates is not None
-            if entry.keep_learning_rates and not starts_anew:
-                if not rates.is_search:
-                    at = f"{config.source_of(name, source)}: model {model!r}"
-                    raise ValueError(f"{at}: keep_learning_rates needs a search, learning_rates: {{start: RATE}}")
+            if entry.keep_learning_rates:
+                at = f"{config.source_of(name, source)}: keep_learning_rates excludes"
+                if starts_anew:
+                    raise ValueError(f"{at} the learning_rates of its model {model!r}")
+                if here.tune is not None and here.tune.at in ("each", "baseline"):
+                    raise ValueError(f"{at} tune: at: {here.tune.at}, with which no choice is taken over")
                 rates = replace(rates, keeps=True)
             variants[model] = Variant(fields, rates, match, starts_anew)
         scales[name] = Scale(here.name, here, variants, config.family)
@@ -471,8 +478,12 @@ def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: 
 def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
     baselines = {name: scale.variants[scale.baseline] for name, scale in scales.items()}
     first, heights = next(iter(baselines)), heights_of(scales)
-    if any(variant.rates.keeps for variant in scales[first].variants.values()):
-        raise ValueError(f"{path}: scale {first!r}: keep_learning_rates: no scale comes before it")
+    chose: set[int] = set()
+    for name, scale in scales.items():
+        if scale.keeps_rates and (without := set(scale.seeds) - chose):
+            seeds = ", ".join(map(str, sorted(without)))
+            raise ValueError(f"{path}: scale {name!r}: keep_learning_rates: no smaller scale has the seeds {seeds}")
+        chose |= set(scale.seeds)
     for smaller, larger in itertools.pairwise(scales):
         _check_same_tokenizer(f"{path}: scale {larger!r}", baselines[larger], f"scale {first!r}", baselines[first])
         if heights[larger] == heights[smaller]:

@@ -522,7 +522,8 @@ def _scale_compute(axes: Axes, outcome: Outcome) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs of a run" if outcome.trend.axis == COMPUTE else outcome.trend.axis)
     names, flops = zip(*outcome.trend.flops.items())
-    axes.set_xticks(flops, [f"{size:.3g}".replace("e+", "e") for size in flops])
+    form = ".3g" if outcome.trend.axis == COMPUTE else "g"
+    axes.set_xticks(flops, [f"{size:{form}}".replace("e+", "e") for size in flops])
     axes.minorticks_off()
     above = axes.secondary_xaxis("top")
     above.xaxis.set_major_locator(FixedLocator(flops))

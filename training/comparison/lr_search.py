@@ -95,7 +95,8 @@ class Rates:
 
     A search begins with `start / factor`, `start` and `start * factor`. While the smallest or the largest rate is the
     best, or better than its neighbour, it tries the next one beyond, up to `limit` rates. A deeper valley may lie
-    behind a ridge. `shift` moves its begin by so many factors. If it `keeps` its rate, the begin is all that it tries.
+    behind a ridge. `shift` moves its begin by so many factors. With `keeps` a seed has one rate, which
+    it chose before.
     """
 
     listed: tuple[float, ...] = ()  # ascending
@@ -112,19 +113,18 @@ class Rates:
     @property
     def may_go_on(self) -> bool:
         """Whether the search may try more rates than the first ones."""
-        return self.is_search and not self.keeps and self.limit > len(self.first)
+        return self.is_search and self.limit > len(self.first) > 1
 
     @property
     def search(self) -> dict[str, float] | None:
         """The settings as in the file; `None` for a list."""
-        limit = 1 if self.keeps else self.limit
-        return {"start": self.start, "factor": self.factor, "limit": limit} if self.is_search else None
+        return {"start": self.start, "factor": self.factor, "limit": self.limit} if self.is_search else None
 
     @property
     def first(self) -> list[float]:
-        """The rates that are always tried, ascending."""
-        powers = (0,) if self.keeps else (-1, 0, 1)
-        return [self._at(self.shift + power) for power in powers] if self.is_search else list(self.listed)
+        """The rates that are always tried, ascending; with `keeps` one in place of that of each seed."""
+        rates = [self._at(self.shift + power) for power in (-1, 0, 1)] if self.is_search else list(self.listed)
+        return rates[:1] if self.keeps else rates
 
     def next(self, losses: Mapping[float, float]) -> list[float]:
         """Returns the rates to try next, if any."""
@@ -190,12 +190,15 @@ class Tuning:
 
 
 def tune(
-    model: str, seed: int, rates: Rates, results: Results, points: Points | None = None, start: Run | None = None
+    model: str, seed: int, rates: Rates, results: Results, points: Points | None = None, before: Tuning | None = None
 ) -> Tuning:
     """Finds what a seed tries next, from the finished runs alone: its points first, then rates around the best one.
 
-    `start` is a run that the same seed chose elsewhere: the seed takes over its point, and searches from its rate.
+    `before` is what the same seed chose elsewhere: it takes over the point, and keeps the rate or searches from it.
     """
+    start, boundary = (None, None) if before is None else (before.reported, before.boundary if rates.keeps else None)
+    if rates.keeps:
+        rates = replace(rates, keeps=False) if start is None else Rates(listed=(start.learning_rate,))
     losses: dict[Run, float] = {}
 
     def ready_of(runs: list[Run]) -> list[Run]:
@@ -225,7 +228,7 @@ def tune(
     rate = rates.best(by_rate)
     if rate is None:
         return Tuning(losses, [])
-    return Tuning(losses, [], Run(model, rate, seed, trial), rates.boundary(by_rate))
+    return Tuning(losses, [], Run(model, rate, seed, trial), boundary or rates.boundary(by_rate))
 
 
 def _validation_loss(result: RunResult) -> float:

@@ -88,6 +88,7 @@ class ModelOutcome:
     tried: list[RunOutcome]  # made only to choose a rate
     runs: list[RunOutcome]  # reported
     kernels: list[str] = field(default_factory=list)
+    keeps_rate: bool = False  # of the scale before
 
     @property
     def size(self) -> Size:
@@ -116,17 +117,13 @@ class ModelOutcome:
         return len(self.learning_rates) > 1 and not self.keeps_rate
 
     @property
-    def keeps_rate(self) -> bool:
-        return self.search is not None and self.search["limit"] == 1
-
-    @property
     def is_tuned(self) -> bool:
         return any(run.trial is not None for run in self.runs)
 
     def losses_by_rate(self) -> dict[float, list[float | None]]:
-        """The validation losses of all runs; none if points were tuned, for then each seed has its own rates."""
+        """The validation losses of all runs; none where each seed has rates of its own."""
         losses: dict[float, list[float | None]] = {}
-        if self.is_tuned:
+        if self.is_tuned or self.keeps_rate:
             return losses
         for run in sorted([*self.tried, *self.runs], key=lambda run: run.learning_rate):
             losses.setdefault(run.learning_rate, []).append(None if run.diverged else run.validation_loss)
@@ -198,6 +195,10 @@ class ScaleOutcome:
     @property
     def has_choice(self) -> bool:
         return any(model.has_choice for model in self.models.values())
+
+    @property
+    def keeps_rates(self) -> bool:
+        return any(model.keeps_rate for model in self.models.values())
 
     @property
     def tuned(self) -> TuneConfig | None:
@@ -274,6 +275,7 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
             kernels=sorted({run.result.attention.kernels or "not recorded" for run in (*tried, *reported)}),
             tried=tried,
             runs=reported,
+            keeps_rate=variant.rates.keeps,
         )
     runs = [run for model in models.values() for run in (*model.tried, *model.runs)]
     # A run that was stopped early saw only the first tokens

@@ -284,7 +284,7 @@ class ScaleConfig(SectionConfig):
     seeds: list[int] | None = None
     """As in the comparison."""
     keep_learning_rates: bool | None = None
-    """Whether each seed keeps the rate that it chose at the scale before, without another search."""
+    """Whether each seed keeps the rate that it chose last, at a smaller scale, without another search."""
     nulls: tuple[str, ...] = ()
 
 

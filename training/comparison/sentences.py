@@ -38,6 +38,7 @@ _NOT_TUNED = (
     "Other nuisance parameters, such as initial weights and warm-up, were not tuned: a verdict may hang on their "
     "values in the recipe. The field tune searches them for each model."
 )
+_KEPT_RATES = "Other learning rates may suit this scale better. p and the intervals include the risk of the choice."
 _ONE_RATE = (
     "Each model has one learning rate, so p and the intervals do not include the risk that another rate suits it "
     "better: a difference may be one between rates and not between models."
@@ -245,7 +246,8 @@ def about_rates(results: ScaleOutcome) -> list[str]:
     if not results.tested:
         return []
     if results.tuned is None:
-        return [_EACH_SEED.format("learning rates") if results.has_choice else _ONE_RATE, _NOT_TUNED]
+        one = _KEPT_RATES if results.keeps_rates else _ONE_RATE
+        return [_EACH_SEED.format("learning rates") if results.has_choice else one, _NOT_TUNED]
     gains = ", ".join(f"{name} {tuning_gain(model)}" for name, model in results.models.items() if model.untuned)
     if not gains:
         return [_TAKEN_POINTS]
@@ -311,9 +313,9 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
             "reached.",
         ]
     else:
-        keeps = any(model.keeps_rate and len(model.learning_rates) > 1 for model in results.models.values())
-        kept = "Each seed kept the learning rate that it chose for a model before." if keeps else ""
-        sentences.append(f"{kept or 'No learning rate was chosen.'} The losses are measured on the test split.")
+        kept = "Each seed kept the learning rate that it chose last, at a smaller scale."
+        none = kept if results.keeps_rates else "No learning rate was chosen."
+        sentences.append(f"{none} The losses are measured on the test split.")
     if results.interim:
         made = sum(len(model.runs) for model in results.models.values())
         sentences.append(

@@ -418,7 +418,8 @@ def _chosen_rate(model: ModelOutcome) -> str:
         return "none"
     is_same = len(set(chosen)) == 1 and len(chosen) == len(model.runs)
     text = " ".join(f"{rate:g}" + ("" if is_same else f" ({chosen.count(rate)})") for rate in sorted(set(chosen)))
-    return text + (" (boundary)" if model.boundaries else "" if len(model.learning_rates) > 1 else " (the only one)")
+    one = " (kept)" if model.keeps_rate else "" if len(model.learning_rates) > 1 else " (the only one)"
+    return text + (" (boundary)" if model.boundaries else one)
 
 
 def _median(values: Sequence[float | None], form: str) -> str:

@@ -156,41 +156,80 @@ def test_a_ladder_takes_over_the_points_of_its_smallest_scale(make_file, tmp_pat
             assert all(run.point == plan.scales[name].config.tune.points[run.trial] for run in model.runs)
 
 
-def test_seeds_keep_the_rate_of_the_scale_before(make_file, tmp_path):
-    scales = {name: {"switches": {"hidden_size": size}} for name, size in (("small", 16), ("large", 32))}
-    scales["larger"] = {"switches": {"hidden_size": 64}, "keep_learning_rates": True}
-    tuned = {"trials": 5, "fields": {**SCALE, "learning_rate": [2.5e-3, 4e-2]}}
-    plan = load_plan(make_file(learning_rates={"start": 1e-2}, seeds=[0, 1, 2], tune=tuned, scales=scales))
+LADDER = {name: {"switches": {"hidden_size": size}} for name, size in (("small", 16), ("large", 32), ("larger", 64))}
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_seeds_keep_the_rates_that_they_chose_last(make_file, tmp_path, tuned):
+    """`twin` searches another grid, and ends at its boundary."""
+    other = {"learning_rates": {"start": 3e-3, "factor": 3, "limit": 3}}
+    scales = {**LADDER, "large": {**LADDER["large"], "models": {"twin": other}}}
+    scales["larger"] = {**LADDER["larger"], "keep_learning_rates": True}
+    fields = {"tune": {"trials": 5, "fields": {**SCALE, "learning_rate": [2.5e-3, 4e-2]}}} if tuned else {}
+    plan = load_plan(make_file(learning_rates={"start": 1e-2}, seeds=[0, 1, 2], scales=scales, **fields))
     large, larger = list(plan.scales.values())[1:]
-    assert larger.describe_tuning().endswith(
-        "point of the first scale, and keeps its learning rate of the scale before"
-    )
+    assert (
+        "keeps the learning rate that it chose last" if tuned else "rate is that of the"
+    ) in larger.describe_tuning()
     assert larger.runs == 6 and not larger.or_more and large.or_more
-    outcome = run_comparison(plan, tmp_path, PlantedEngine(own_best))
+
+    def loss(scale, run):  # at the last scale other rates are best
+        best = (
+            1e-3 if "larger" in scale.name else 1e-2 * 2.0**run.seed if run.model == "base" else 3e-3 * 3.0**run.seed
+        )
+        return 3.0 + 0.05 * math.log2(run.learning_rate / best) ** 2 + 0.01 * run.seed
+
+    outcome = run_comparison(plan, tmp_path, PlantedEngine(loss))
     _, before, last = outcome.scales.values()
     for name, model in last.models.items():
-        assert not model.tried and not model.boundaries and len(model.learning_rates) == 3
+        assert not model.tried and len(model.learning_rates) > 1 and not model.has_choice
         chosen = [(run.seed, run.trial, run.learning_rate) for run in before.models[name].runs]
         assert [(run.seed, run.trial, run.learning_rate) for run in model.runs] == chosen
+        assert model.boundaries == before.models[name].boundaries
+    assert tuned or last.models["twin"].boundaries == {1: "largest", 2: "largest"}
+    assert last.statistics.effects["twin"].verdict.startswith("no verdict") or not last.models["twin"].boundaries
     write_report(outcome, tmp_path)
-    text = (tmp_path / "results.md").read_text()
-    assert text.count("kept the learning rate that it chose") == 1 and "Some models chose among" not in text
+    text = (tmp_path / "results.md").read_text().partition("## Scale larger")[2]
+    assert text.count("Each seed kept the learning rate that it chose last") == 1
+    assert "Each model has one learning rate" not in text and "tried" not in text.partition("Every run")[0]
+    assert describe(read_outcome(tmp_path / "results.json")) == describe(outcome)
+
+
+def test_a_seed_without_a_choice_searches(make_file, tmp_path):
+    """Seed 1 of `twin` diverged at every rate of the scale before."""
+    scales = {**LADDER, "large": {**LADDER["large"], "keep_learning_rates": True}}
+    del scales["larger"]
+    plan = load_plan(make_file(learning_rates={"start": 1e-2, "limit": 3}, seeds=[0, 1], scales=scales))
+
+    def loss(scale, run):
+        return None if (run.model, run.seed) == ("twin", 1) and "small" in scale.name else own_best(scale, run)
+
+    outcome = run_comparison(plan, tmp_path, PlantedEngine(loss))
+    tried = {name: len(model.tried) for name, model in outcome.scales["large"].models.items()}
+    assert tried == {"base": 0, "twin": 2}
 
 
 @pytest.mark.parametrize(
-    ("rates", "kept", "message"),
+    ("scale", "changes", "message"),
     [
-        ({"start": 1e-2}, {"small": True}, "scale 'small': keep_learning_rates: no scale comes before it"),
-        ([1e-2], {"large": True}, "scale 'large': model 'base': keep_learning_rates needs a search"),
-        ({"start": 1e-2}, {"large": "yes"}, "keep_learning_rates"),
+        ("small", {}, "scale 'small': keep_learning_rates: no smaller scale has the seeds 0, 1"),
+        ("large", {"seeds": [1, 2]}, "scale 'large': keep_learning_rates: no smaller scale has the seeds 2"),
+        ("large", {"models": {"twin": {"learning_rates": [1e-2]}}}, "keep_learning_rates excludes the learning_rates"),
+        ("large", {"keep_learning_rates": "yes"}, "keep_learning_rates='yes' must be true or false"),
     ],
 )
-def test_rates_that_cannot_be_kept(make_file, rates, kept, message):
-    scales = {name: {"switches": {"hidden_size": size}} for name, size in (("small", 16), ("large", 32))}
-    for name, value in kept.items():
-        scales[name]["keep_learning_rates"] = value
+def test_rates_that_cannot_be_kept(make_file, scale, changes, message):
+    scales = {**LADDER, scale: {**LADDER[scale], "keep_learning_rates": True, **changes}}
     with pytest.raises(ValueError, match=message):
-        load_plan(make_file(learning_rates=rates, seeds=[0, 1], scales=scales))
+        load_plan(make_file(learning_rates={"start": 1e-2}, seeds=[0, 1], scales=scales))
+
+
+@pytest.mark.parametrize("at", ["each", "baseline"])
+def test_rates_are_not_kept_where_no_choice_is_taken_over(make_file, at):
+    scales = {**LADDER, "large": {**LADDER["large"], "keep_learning_rates": True}}
+    tuned = {"trials": 2, "fields": SCALE, "at": at}
+    with pytest.raises(ValueError, match=f"scale 'large': keep_learning_rates excludes tune: at: {at}"):
+        load_plan(make_file(learning_rates={"start": 1e-2}, seeds=[0, 1], scales=scales, tune=tuned))
 
 
 def test_a_point_of_trial_0_that_was_taken_over_is_no_gain(make_file, tmp_path):
