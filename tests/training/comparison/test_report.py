@@ -703,6 +703,7 @@ def test_page_corrects_all_published_tests_as_one_family(published):
         *(("ladder/activations", "197k", model) for model in ("tanh", "relu", "squared")),
         *(("activations-tokens", "3.9M tokens", model) for model in ("tanh", "relu")),
         *(("softmax-tokens", length, "tanh") for length in ("0.5M", "3.9M", "14M")),
+        *(("softmax-english", place, "tanh") for place in ("0.5M", "3.9M", "trend")),
         *(("pretrained", SINGLE, f"{name}, top third") for name in ("sigmoid", "relu", "squared")),
         ("pretrained", SINGLE, "sigmoid"),
         *(("new-parameters", SINGLE, model) for model in ("new", "lora of queries")),
@@ -774,7 +775,8 @@ def test_page_says_what_the_eight_models_of_blocks_show(published):
     half = (gelu.interval[1] - gelu.value) / stats.t.ppf(1 - 0.05 / 2, freedom) * stats.t.ppf(1 - 0.05 / 6, freedom)
     assert said.count(f"above {half - gelu.value:.1f} %") == 2  # of improvements, at 5 % for three effects
     texts = dict.fromkeys(["blocks-factorial", "softmax-tokens", "tasks-recall"], "{:.1f} core-hours")
-    for folder, text in (texts | {"tasks-recall-matrix": "(the second comparison: {:.1f})"}).items():
+    texts |= {"tasks-recall-matrix": "(the second comparison: {:.1f})", "softmax-english": "({:.1f} core-hours)"}
+    for folder, text in texts.items():
         models = [model for scale in published[folder].scales.values() for model in scale.models.values()]
         seconds = sum(run.result.machine.seconds for model in models for run in [*model.tried, *model.runs])
         assert text.format(seconds / 3600) in said
@@ -786,6 +788,10 @@ def test_page_says_what_three_lengths_show(published):
     first, *_, last = outcome.scales.values()
     for name, model in first.models.items():
         assert re.search(rf"^\| {name}\b.*\| {re.escape(tuning_gain(model))} \|$", section, flags=re.MULTILINE)
+    english = published["softmax-english"].scales["0.5M"].models
+    assert f"softmax gained {tuning_gain(english['softmax'])}." in section
+    (row,) = (line for line in section.splitlines() if line.startswith("| tanh, on English |"))
+    assert row.endswith(f" {tuning_gain(english['tanh'])} |")
     assert f"is open (the primary test, p {outcome.primary[0].test.p:.2g})" in section
     softmax, softplus = ({run.seed: run for run in last.models[name].runs} for name in ("softmax", "softplus"))
     decayed, free = ([r.test_loss for r in softmax.values() if r.point["weight_decay"] == each] for each in (0.3, 0.0))
