@@ -165,7 +165,7 @@ class Scale:
     def describe_tuning(self) -> str:
         tuned = self.config.tune
         if tuned is None:
-            kept = "the learning rate is that of the scale before" if self.keeps_rates else "nothing is tuned"
+            kept = "each seed keeps the learning rate that it chose last" if self.keeps_rates else "nothing is tuned"
             choice = "a learning rate is chosen" if self.has_choice else kept
             return (
                 f"{choice}; a verdict may hang on other values of the recipe, which `tune` would search for each model"

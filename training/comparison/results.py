@@ -88,7 +88,7 @@ class ModelOutcome:
     tried: list[RunOutcome]  # made only to choose a rate
     runs: list[RunOutcome]  # reported
     kernels: list[str] = field(default_factory=list)
-    keeps_rate: bool = False  # of the scale before
+    keeps_rate: bool = False  # each seed has the rate that it chose at a smaller scale
 
     @property
     def size(self) -> Size:
@@ -113,7 +113,7 @@ class ModelOutcome:
 
     @property
     def has_choice(self) -> bool:
-        """Whether seeds tried several learning rates, rather than keep those that they chose before."""
+        """Whether seeds searched for a learning rate at this scale."""
         return len(self.learning_rates) > 1 and not self.keeps_rate
 
     @property

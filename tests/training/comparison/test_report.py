@@ -792,7 +792,7 @@ def test_page_says_what_three_lengths_show(published):
     assert f"softmax gained {tuning_gain(english['softmax'])}." in section
     (row,) = (line for line in section.splitlines() if line.startswith("| tanh, on English |"))
     assert row.endswith(f" {tuning_gain(english['tanh'])} |")
-    assert f"is open (the primary test, p {outcome.primary[0].test.p:.2g})" in section
+    assert f"is open (primary test, p {outcome.primary[0].test.p:.2g})" in section
     softmax, softplus = ({run.seed: run for run in last.models[name].runs} for name in ("softmax", "softplus"))
     decayed, free = ([r.test_loss for r in softmax.values() if r.point["weight_decay"] == each] for each in (0.3, 0.0))
     assert (len(decayed), len(free)) == (2, 3) and sum(r.point["weight_decay"] == 0.3 for r in softplus.values()) == 4
