@@ -240,7 +240,8 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self.check_names(kwargs, is_saved=kwargs.pop("nlq_version", None) is not None)
         if (overrides := kwargs.get("per_layer_config")) is not None:
-            if not isinstance(overrides, dict) or not all(isinstance(layer, dict) for layer in overrides.values()):
+            is_by_layer = isinstance(overrides, dict) and all(str(number).isdecimal() for number in overrides)
+            if not is_by_layer or not all(isinstance(layer, dict) for layer in overrides.values()):
                 raise ValueError(f"per_layer_config={overrides!r} must map layer numbers to switches")
             _check_per_layer_switches(overrides)
 
@@ -263,6 +264,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+            _check_positive(self, name)
         super().__post_init__(**kwargs)
         with contextlib.suppress(ValueError):  # the validation reports unknown parts
             if codes := {name: code for name, part in self._own_parts().items() if (code := code_of(part))}:

@@ -99,6 +99,8 @@ def causal_lm_loss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     if shift_labels.shape != logits.shape[:-1]:  # the C++ code trusts it
         raise ValueError(f"labels={tuple(shift_labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
+    if logits.shape[-1] != vocab_size:
+        raise ValueError(f"vocab_size={vocab_size} must be the number of logits of a token, {logits.shape[-1]}")
     targets, logits = shift_labels.reshape(-1), logits.reshape(-1, vocab_size)
     is_counted = targets != ignore_index
     count = is_counted.sum() if num_items_in_batch is None else num_items_in_batch

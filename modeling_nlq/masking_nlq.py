@@ -356,9 +356,10 @@ def _check_mask(attention_mask, batch, query_length, query_offset, is_causal, na
         raise ValueError(f"{name}={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
     if attention_mask.ndim == 4:
         return None
-    seen = query_offset + query_length
+    is_known = isinstance(query_offset, int) or can_be_read(query_offset)
+    seen = int(query_offset) + query_length if is_known else query_length  # at least
     # A static cache has a longer mask
-    if isinstance(query_offset, int) and (shape[0] != batch or shape[1] < seen or (shape[1] > seen and not is_causal)):
+    if shape[0] != batch or shape[1] < seen or (shape[1] > seen and is_known and not is_causal):
         raise ValueError(f"{name}={shape} must be (batch, key)={(batch, seen)}, cached positions included")
     return attention_mask
 

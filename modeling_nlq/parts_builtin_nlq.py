@@ -97,7 +97,7 @@ class Canon(AttentionPart):
             "C": {"mlp_input": config.hidden_size},
             "D": dict.fromkeys(inner, config.intermediate_size),
         }
-        return {name: width for site in config.canon for name, width in sites[site].items()}
+        return {name: width for site in config.canon for name, width in sites.get(site, {}).items()}
 
     @classmethod
     def check(cls, config):

@@ -236,10 +236,10 @@ def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, 
     try:
         for step in path.parent.relative_to(parent).parts:
             parent /= step
-            if makes:
-                with suppress(FileExistsError):
-                    os.mkdir(step, dir_fd=descriptor)
             try:
+                if makes:
+                    with suppress(FileExistsError):
+                        os.mkdir(step, dir_fd=descriptor)
                 following = os.open(step, _FOLDER, dir_fd=descriptor)
             except OSError as error:
                 _reraise(error, parent)

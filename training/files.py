@@ -66,11 +66,9 @@ TOKENIZER = (
 VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 
-# Fields with which a run may resume, because they do not change the result
-_FREE_FIELDS = {
-    *("explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"),
-    *("architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"),
-}
+# Fields of recipes with which a run may resume, because they do not change the result
+_FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
+_NOT_SET = object()
 
 
 def data_format(path: str | Path) -> str | None:
@@ -218,14 +216,17 @@ def check_keys(source: str, keys, known) -> None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Lists the fields that differ; null is a value, for it may undo that of another section."""
 
     def short(value: Any) -> str:
+        if value is _NOT_SET:
+            return "not set"
         is_file = isinstance(value, str) and "\n" in value
         return f"a file with the hash {hashlib.sha256(value.encode()).hexdigest()[:12]}" if is_file else repr(value)
 
     before, now = flatten(before), flatten(now)
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    return ", ".join(f"{key}: {short(before.get(key))} there, {short(now.get(key))} now" for key in changed)
+    pairs = ((key, before.get(key, _NOT_SET), now.get(key, _NOT_SET)) for key in sorted(before.keys() | now.keys()))
+    return ", ".join(f"{key}: {short(one)} there, {short(other)} now" for key, one, other in pairs if one != other)
 
 
 def flatten(fields: dict[str, Any], section: str = "") -> dict[str, Any]:

@@ -20,12 +20,24 @@ from modeling_nlq.parts_user_nlq import check_kernels
 
 from ..configuration import find, names, suggestion
 from .disk import check_no_symlinks, open_file, read_text, resolve_user_path, safe_join
-from .files import CONVERSION_FILE, WEIGHTS, differences, files_in, merged, read_json, read_yaml, relative_imports
+from .files import (
+    CONVERSION_FILE,
+    WEIGHTS,
+    differences,
+    files_in,
+    flatten,
+    merged,
+    read_json,
+    read_yaml,
+    relative_imports,
+)
 from .size import ModelKind, kind_of, listed
 from .text import first_line, one_line
 from .trust import run_parts
 
 
+# Fields of a saved configuration about who saved it, and how it is run
+_NOT_COMPARED = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 _NOT_LOADED = " is not a local folder and cannot be loaded from the Hub"
 
 
@@ -110,9 +122,14 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
 
 
 def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields of both configurations that differ."""
+    """Lists the fields of both configurations that differ; a field that the half of a pair lacks counts as null."""
+
+    def values(fields: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+        flat = flatten({name: fields[name] for name in known}).items()
+        return {name: each for name, each in flat if each is not None and name.rpartition(".")[2] not in _NOT_COMPARED}
+
     known = before.keys() & now.keys()
-    return differences({name: before[name] for name in known}, {name: now[name] for name in known})
+    return differences(values(before, known), values(now, known))
 
 
 def weights_fingerprint(name: str) -> dict[str, str]:

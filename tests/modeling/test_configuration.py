@@ -200,6 +200,8 @@ BAD = [
     ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
     ({"num_hidden_layers": 10**7, **layers(1, **LINEAR)}, ["num_hidden_layers=10000000", "at most 10000"]),
     ({"num_key_value_heads": 3}, ["num_key_value_heads=3"]),
+    ({"head_dim": 0, "query_projection": "linear"}, ["head_dim=0", "positive"]),
+    ({"intermediate_size": -1}, ["intermediate_size=-1", "positive"]),
     (
         {"key_projection": "identity", "num_key_value_heads": 2},
         ["key_projection='identity'", "hidden_size=32", "linear", "upcycled"],
@@ -224,6 +226,7 @@ BAD = [
     (layers(0, hidden_size=64), ["per_layer_config", "hidden_size"]),
     (layers(1, qk_nrom="l2"), ["per_layer_config", "qk_nrom", "qk_norm"]),
     ({"per_layer_config": [{"qk_norm": "l2"}]}, ["per_layer_config", "layer numbers"]),
+    (layers("a", qk_norm="l2"), ["per_layer_config", "layer numbers"]),
     (layers(1, attention_activation="lol"), ["layer 1", "'lol'"]),
     (layers(1, skip=["mlp"]), ["per_layer_config", "skip"]),
 ]

@@ -190,3 +190,11 @@ class TestBuild:
         for is_built in (True, False):
             monkeypatch.setattr(cpu_ops, "_load", lambda is_built=is_built: is_built)
             assert main(["build"]) == (0 if is_built else 1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("targets, weights", [(3, None), (5, 5), (4, 3)])
+def test_loss_needs_a_target_and_a_weight_for_each_row(targets, weights):
+    weights = None if weights is None else torch.ones(weights)
+    with pytest.raises(IndexError, match="each of the 4 rows of logits needs a target"):
+        loss_and_gradient(torch.randn(4, 7), torch.zeros(targets, dtype=torch.long), weights)

@@ -79,6 +79,18 @@ def test_labels_of_another_shape_are_refused(shape):
         causal_lm_loss(torch.randn(2, 9, 7), None, 7, shift_labels=labels)
 
 
+@pytest.mark.parametrize("size", [1, 6, 14, 63])
+def test_logits_of_another_width_are_refused(size, make_model):
+    """The C++ code would read beyond the labels, where `reshape` finds other rows."""
+    with pytest.raises(ValueError, match=f"vocab_size={size} must be the number of logits of a token, 7"):
+        causal_lm_loss(torch.randn(2, 9, 7), torch.zeros(2, 9, dtype=torch.long), size)
+    model = make_model()
+    model.set_output_embeddings(torch.nn.Linear(model.config.hidden_size, 2 * model.config.vocab_size))
+    tokens = torch.zeros(2, 9, dtype=torch.long)
+    with pytest.raises(ValueError, match="must be the number of logits"):
+        model(tokens, labels=tokens)
+
+
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
 def test_logits_that_are_not_finite_have_pytorchs_loss(number, monkeypatch):
     logits = torch.randn(3, 9)

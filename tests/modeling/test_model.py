@@ -9,7 +9,7 @@ from packaging.version import Version
 from support.model_cases import GATED_DELTA, PART_SWITCHES, RICH, random_tokens
 from torch.distributed.utils import _apply_to_tensors
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import StaticCache, Trainer, TrainingArguments
+from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 
 from modeling_nlq import (
     NLQConfig,
@@ -237,6 +237,30 @@ def test_forward_on_meta_reads_no_number(name):
         model = make(**PART_SWITCHES[name])
         tokens = torch.ones(2, 9, dtype=torch.long)
         assert model(tokens).logits.shape == (2, 9, 50)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid", "linear_attention"])
+@pytest.mark.parametrize("rows, length", [(1, 12), (3, 12), (2, 11)])
+def test_mask_is_checked_after_tokens_of_a_static_cache(tokens, activation, rows, length):
+    """Such a cache counts its tokens by a tensor."""
+    model = make(activation)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(tokens, attention_mask=torch.ones_like(tokens), cache=cache)
+    with pytest.raises(ValueError, match=r"must be \(batch, key\)=\(2, 12\), cached positions included"):
+        model(tokens[:, :1], attention_mask=torch.ones(rows, length).long(), cache=cache)
+    model(tokens[:, :1], attention_mask=torch.ones(2, 16).long(), cache=cache)
+
+
+@pytest.mark.parametrize("part", [{"forget_gate": "learned"}, {"selective_attention": True}])
+def test_cached_keys_without_the_states_of_a_part_are_refused(tokens, part):
+    """So PEFT's prefix tuning fills a cache."""
+    model = make(position_embedding="none", **part)
+    cache, size = DynamicCache(config=model.config), (2, model.config.num_key_value_heads, 3, model.config.head_dim)
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(torch.randn(size), torch.randn(size), layer)
+    (name,) = part
+    with pytest.raises(ValueError, match=rf"{name} \(layer 0\): cached keys lack its states; so no prefix tuning"):
+        model(tokens, attention_mask=torch.ones(2, 14), cache=cache)
 
 
 def test_calls_are_refused_by_name(tokens):

@@ -145,6 +145,7 @@ def test_what_is_left_of_exclusive_attention_in_bfloat16(how, part, switches):
         "gate_rank=0 must be a positive integer": {"attention_gate": "headwise", "gate_rank": 0},
         "key_projection='key' is unknown": {"key_projection": "key"},
         "canon='BA' must be letters out of 'ABCD'": {"canon": "BA"},
+        "canon='AE' must be letters out of 'ABCD'": {"per_layer_config": {0: {"canon": "AE"}}},
         "selective_attention=True excludes sliding_window=3": {"selective_attention": True, "sliding_window": 3},
         "parallax=True excludes differential": {"parallax": True, "differential_attention": "v2"},
         "changes scores or weights": {"parallax": True, "attention_activation": "linear_attention"},

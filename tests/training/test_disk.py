@@ -34,6 +34,15 @@ ACTIONS = {
 }
 
 
+def test_a_folder_that_cannot_be_made_is_named_in_full(tmp_path, monkeypatch):
+    def refuse(name, **_):
+        raise FileExistsError if name != "new" else OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(OSError, match=f"Read-only file system: '{tmp_path}/new'"):
+        disk.make_folder(tmp_path / "new" / "folder")
+
+
 class TestLinks:
     @pytest.mark.parametrize("action", ACTIONS)
     @pytest.mark.parametrize("below", ["file", "new/file"])

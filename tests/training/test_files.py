@@ -45,7 +45,7 @@ def test_differences_name_nested_fields():
     now = {"model": "a", "training": {"seed": 1, "report_to": "tensorboard"}, "switches": {"qk_norm": "l2"}}
     assert differences(before, before) == ""
     assert differences(before, now) == (
-        "switches: {} there, None now, switches.qk_norm: None there, 'l2' now, training.seed: 0 there, 1 now"
+        "switches: {} there, not set now, switches.qk_norm: not set there, 'l2' now, training.seed: 0 there, 1 now"
     )
 
 

@@ -23,7 +23,7 @@ from ..run.recipe import Recipe, read_recipe, without_private
 from ..run.synthetic import Task, difficulty
 from ..size import Size, matching_intermediate_size, measure
 from ..text import align, one_line
-from .config import ComparisonConfig, ComparisonFile, with_sections
+from .config import ComparisonConfig, ComparisonFile, as_written, with_sections
 from .inference import FIRST_INTERIM, analyse, power_warning
 from .lr_search import Rates, Results, Run, Tuning, tune
 from .sections import SINGLE, Axis, ModelConfig, ScaleConfig
@@ -338,7 +338,6 @@ def outline(config: ComparisonConfig, source: str) -> Comparison:
         for model, fields in here.models.items():
             if (rates := fields.rates or here.rates) is None:
                 raise ValueError(f"{source}: learning_rates is missing")
-            match = fields.match if "match" in fields.nulls else fields.match or here.match
             starts_anew = model in changes and changes[model].learning_rates is not None
             if entry.keep_learning_rates:
                 at = f"{config.source_of(name, source)}: keep_learning_rates excludes"
@@ -347,7 +346,7 @@ def outline(config: ComparisonConfig, source: str) -> Comparison:
                 if here.tune is not None and here.tune.at in ("each", "baseline"):
                     raise ValueError(f"{at} tune: at: {here.tune.at}, with which no choice is taken over")
                 rates = replace(rates, keeps=True)
-            variants[model] = Variant(fields, rates, match, starts_anew)
+            variants[model] = Variant(fields, rates, fields.match_in(here), starts_anew)
         scales[name] = Scale(here.name, here, variants, config.family)
     return Comparison(config.name, config, scales)
 
@@ -376,7 +375,8 @@ def read_comparison(file: ComparisonFile) -> Comparison:
     if config.axis is None:
         config = scales[SINGLE].config
     else:
-        config = replace(config, recipe=read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict())
+        recipe = read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict()
+        config = replace(config, recipe=as_written(recipe))
     return Comparison(config.name, config, scales, file.command)
 
 
@@ -420,12 +420,12 @@ def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
         _check_same_tokenizer(where, variant, "the baseline", variants[scale.baseline])
         for values in config.tune.points if config.tune is not None else []:
             _check_point(variant, values, where)
-    config = replace(config, recipe=shared.to_dict(), tokens_per_parameter=None)
+    config = replace(config, recipe=as_written(shared.to_dict()), tokens_per_parameter=None)
     return replace(scale, config=config, variants={model: variants[model] for model in scale.variants})
 
 
 def _check_point(variant: Variant, values: Mapping[str, Any], source: str) -> None:
-    """Raises `ValueError` if a run cannot have the values of a point, or would see other tokens."""
+    """Raises `ValueError` if a run cannot have the values of a point, or would have other tokens or another size."""
     where = f"{source}: tune: {', '.join(f'{name}={value}' for name, value in values.items())}"
     try:
         recipe = variant.recipe.with_fields(values)
@@ -435,6 +435,8 @@ def _check_point(variant: Variant, values: Mapping[str, Any], source: str) -> No
     has_same_tokens = replace(variant, recipe=recipe).tokens == variant.tokens
     if not has_same_tokens or recipe.digest("data") != variant.recipe.digest("data"):
         raise ValueError(f"{where} changes the data, which must be the same for all runs")
+    if _size_of(recipe) != variant.size:
+        raise ValueError(f"{where} changes the size, which must be the same for all runs of a model")
 
 
 def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | None = None) -> Variant:
@@ -444,13 +446,16 @@ def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | N
         if variant.match is not None and budget is not None:
             width = matching_intermediate_size(recipe.config, budget, variant.match, recipe.sample_lengths)
             recipe = recipe.replace(switches={"intermediate_size": width})
-        config, _ = recipe.config, recipe.arguments
+        recipe.config, recipe.arguments  # noqa: B018 - both raise for values that are not allowed
         check_recipe(recipe)
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{source}: {one_line(error).removeprefix(f'{source}: ')}") from error
     _check_can_compare(recipe, source)
-    size = measure(config, recipe.sample_lengths, prepare=functools.partial(choose_trained, recipe))
-    return replace(variant, recipe=recipe, size=size)
+    return replace(variant, recipe=recipe, size=_size_of(recipe))
+
+
+def _size_of(recipe: Recipe) -> Size:
+    return measure(recipe.config, recipe.sample_lengths, prepare=functools.partial(choose_trained, recipe))
 
 
 def _check_can_compare(recipe: Recipe, source: str) -> None:

@@ -263,7 +263,7 @@ def read_file(
         if objective.kind is not ModelKind.DECODER:
             raise ValueError(f"{path}: tasks={config.tasks!r}: lm_eval's tasks need decoders; set objective: causal")
         check_tasks(config.tasks)
-    defaults = {"test_fraction": 0.02, "record_stability": "record_stability" in Recipe.read_by(objective)}
+    defaults = {"test_fraction": 0.02, **_stability(recipe, True)}
     recipe = with_sections({**defaults, **recipe}, config, recipe_source)
     if isinstance(config.recipe, str) and (config.switches or config.training):
         recipe_source = f"{path} with {recipe_source}"
@@ -284,11 +284,20 @@ def read_file(
 
 
 def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
-    """Reads the `comparison.yaml` of a results folder, without defaults that older versions wrote."""
+    """Reads the `comparison.yaml` of a results folder, with the defaults that this version writes."""
     config = ComparisonConfig.read(content, source)
     if not isinstance(config.recipe, dict):
         return config
-    return replace(config, recipe=without_defaults(config.recipe))
+    return replace(config, recipe=as_written(config.recipe))
+
+
+def as_written(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops the defaults of a recipe, except that of `record_stability`, which is another in comparisons."""
+    return _stability(recipe, False) | without_defaults(recipe)
+
+
+def _stability(recipe: Mapping[str, Any], value: bool) -> dict[str, bool]:
+    return {"record_stability": value} if "record_stability" in Recipe.read_by(objective_in(recipe)) else {}
 
 
 def with_sections(recipe: Mapping[str, Any], section: SectionConfig, source: str) -> dict[str, Any]:

@@ -18,8 +18,11 @@ from .results import TaskOutcome
 
 
 def score_runs(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:
-    """Evaluates the reported runs that have weights and no `tasks.json` yet; returns outcomes by task and metric."""
-    scale, outcomes = progress.scale, {}
+    """Evaluates the reported runs that have weights and no `tasks.json` yet; returns outcomes by task and metric.
+
+    Raises `ValueError` if runs were evaluated on different versions of a task.
+    """
+    scale, outcomes, known = progress.scale, {}, {}
     if not scale.config.tasks:
         return outcomes
     if torch.cuda.is_available():  # each process that a launcher started has a device of its own
@@ -32,8 +35,16 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[st
             if not (path / TASKS_FILE).is_file():
                 results = evaluate_tasks(path, scale.config.tasks)
                 content = {"scores": score_numbers(results), "higher_is_better": results["higher_is_better"]}
+                content["fingerprints"] = results["fingerprints"]
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
         content = read_json(path / TASKS_FILE)
+        for task, fingerprint in content.get("fingerprints", {}).items():  # older versions wrote none
+            first, before = known.setdefault(task, (path, fingerprint))
+            if before != fingerprint:
+                raise ValueError(
+                    f"task {task!r} changed between the evaluations of {first} and {path}; restore it, or delete "
+                    f"{TASKS_FILE} in the folders of all runs"
+                )
         for task, values in content["scores"].items():
             directions = content["higher_is_better"].get(task, {})
             for metric, value in values.items():

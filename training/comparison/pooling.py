@@ -259,7 +259,7 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
         for key in filter(_is_size, change):
             sizes = [value if isinstance(value := each.get(key), int) else 0 for each in (model, baseline)]
             change[key] = "larger" if sizes[0] > sizes[1] else "smaller"
-        change["match"] = at_place.models[row.model].match or config.match
+        change["match"] = at_place.models[row.model].match_in(config)
         common = {key: baseline[key] for key in baseline if key.partition(".")[0] in _COMMON and not _is_size(key)}
         runs = [run for run in ledger.runs if run.is_reported and run.model in both and place_of(run) == place]
         sources.append(_Source(name, row, runs, file, common, change))

@@ -253,6 +253,10 @@ class ModelConfig(SectionConfig):
     def read(cls, content: Any, source: str) -> "ModelConfig":
         return super().read({"model": content} if isinstance(content, str) else content, source)
 
+    def match_in(self, comparison: "ComparisonConfig") -> str | None:
+        """What its MLP width is matched by; its own null turns off what the comparison says."""
+        return self.match if "match" in self.nulls else self.match or comparison.match
+
     def with_changes(self, more: "ModelConfig", source: str) -> "ModelConfig":
         before, changes = self.to_dict(), more.to_dict()
         for section in SECTIONS:

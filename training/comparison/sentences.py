@@ -148,10 +148,13 @@ def trend_protocol(outcome: Outcome) -> list[str]:
     trend = outcome.trend
     test = "No model is tested over the scales."
     if tested := sum(model.p is not None for model in trend.models.values()):
+        family = f"for {count(tested, 'model')}"
+        if outcome.primary:
+            family = "with the other tests of this comparison, unless it is a primary test,"
         test = (
             "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the "
             f"logarithm of {trend.axis}. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, "
-            f"corrected for {tested} models by Holm's method."
+            f"corrected {family} by Holm's method."
         )
     meanings = _by_text((model.meaning, name) for name, model in trend.models.items())
     return [

@@ -186,7 +186,9 @@ def tuning_gain(model: ModelOutcome) -> str:
     pairs = [(run.test_loss, model.untuned[run.seed].test_loss) for run in model.runs if run.seed in model.untuned]
     gains = [100 * (own - loss) / own for loss, own in pairs if loss is not None and own]
     deviation = f" ± {statistics.stdev(gains):.1f}" if len(gains) > 1 else ""
-    return f"{statistics.fmean(gains):.1f} %{deviation}" if gains else "unknown"
+    if not gains:
+        return "an unknown amount (the recipe's values diverged)"
+    return f"{statistics.fmean(gains):.1f} %{deviation}"
 
 
 def task_rows(results: ScaleOutcome) -> Rows:
@@ -324,8 +326,8 @@ def _steps(model: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, 
 
 _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; "
-    "positive is better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the "
-    "number of models."
+    "positive is better. The slope is that of a line through the scales, and Holm p is its p-value, corrected as the "
+    "protocol says."
 )
 ACCURACY_NOTE = (
     f"A seed learns a task if its accuracy in the test is {MASTERED:.0%} or more. Fisher's exact test compares the "

@@ -19,6 +19,14 @@ from .parametrization import check_completep
 from .recipe import Recipe
 
 
+# Fields of `TrainingArguments` with which a run would lack results, or change them when it resumes
+_LOSSY = {
+    "save_only_model": "a run that resumes needs its optimizer, or it ends with another result",
+    "ignore_data_skip": "a run that resumes would see other data",
+    "prediction_loss_only": "evaluations need logits, for perplexity, accuracy and losses by document",
+}
+
+
 def emulated_bf16(training: Mapping[str, Any]) -> str | None:
     """Returns a warning if bfloat16 is asked for on a CPU without instructions for it."""
     if not training.get("bf16") or torch.accelerator.is_available() or not torch.backends.mkldnn.is_available():
@@ -115,12 +123,16 @@ def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:
     try:
         for tracker in get_reporting_integration_callbacks(arguments.report_to):
             tracker()
-    except (ImportError, RuntimeError, ValueError) as error:
-        yield f"report_to={', '.join(arguments.report_to)}: {str(error).rstrip('.')}, or set report_to: none"
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        yield f"report_to={', '.join(map(str, arguments.report_to))}: {str(error).rstrip('.')}, or set report_to: none"
     if arguments.resume_from_checkpoint is not None:
         yield "resume_from_checkpoint: a run goes on from the last complete checkpoint in its folder by itself"
     if arguments.push_to_hub:
         yield "push_to_hub would upload more than the model; share the finished run by `nlq publish`"
+    yield from (f"{name}=True: {why}; remove it" for name, why in _LOSSY.items() if getattr(arguments, name))
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(arguments, name) < 1:
+            yield f"{name}={getattr(arguments, name)} must be at least 1"
     if recipe.streaming and recipe.max_validation_documents is None:
         yield "streaming needs max_validation_documents"
 

@@ -1,6 +1,7 @@
 """Documents: corpora, files and datasets of the Hub, split into training, validation and test documents."""
 
 import ast
+import codecs
 import gzip
 import hashlib
 import importlib.util
@@ -154,7 +155,7 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
         if "train" not in splits:
             raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")
         # Reading a row would open the files of images and the like, perhaps outside the dataset
-        media = [column for column, feature in (splits["train"].features or {}).items() if require_decoding(feature)]
+        media = [column for column, feature in (splits["train"].features or {}).items() if _opens_files(feature)]
         if media:
             splits = {split: rows.remove_columns(media) for split, rows in splits.items()}
         if recipe.text_template is not None:
@@ -184,6 +185,17 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     shares = (recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents)
     shape = [content, *recipe.text_columns.values(), *shares, is_whole, *filter(None, [recipe.text_template])]
     return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
+
+
+def _opens_files(feature: Any) -> bool:
+    """Tells whether reading a value opens a file, as of images; JSON of mixed types is only parsed."""
+    if isinstance(feature, dict):
+        return any(map(_opens_files, feature.values()))
+    if isinstance(feature, list | tuple):
+        return _opens_files(feature[0])
+    if hasattr(feature, "feature"):  # a list
+        return _opens_files(feature.feature)
+    return require_decoding(feature) and type(feature).__name__ != "Json"  # which older versions lack
 
 
 def _make_rows(recipe: "Recipe") -> Documents:
@@ -353,17 +365,27 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset 
 
 
 def _hash_file(path: Path) -> str:
-    """Hashes a file, unpacked; raises `ValueError` for a line that would fill the memory."""
-    digest = xxhash.xxh64()
+    """Hashes a file, unpacked; raises `ValueError` if its text is not UTF-8, or a line would fill the memory."""
+    digest, decoder = xxhash.xxh64(), codecs.getincrementaldecoder("utf-8")()
     length = 0  # of the last line, so far
     has_lines = path.suffix.lower() not in (".parquet", ".arrow")
     with _open(path, "rb") as file:
         while chunk := file.read(2**20):
             digest.update(chunk)
+            if has_lines:
+                _check_utf8(decoder, chunk, path)
             length = len(chunk) - chunk.rfind(b"\n") - 1 + (0 if b"\n" in chunk else length)
             if has_lines and length > 64 * 2**20:
                 raise ValueError(f"{path.name} has a line of more than 64 MiB; cut it into several")
     return digest.hexdigest()
+
+
+def _check_utf8(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path) -> None:
+    try:
+        decoder.decode(chunk)
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{path.name} is not UTF-8 (byte 0x{byte:02x}); convert it") from None
 
 
 def _open(path: str | Path, mode: str, **options) -> IO:

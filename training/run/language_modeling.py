@@ -37,6 +37,6 @@ class LanguageModeling(evaluate.Metric):
             "perplexity": math.exp(loss) if loss < 700 else math.inf,
             "token_accuracy": sum(correct) / total,
         }
-        if bytes_per_token is not None:
+        if bytes_per_token:  # a text of special tokens alone has no bytes
             results["bits_per_byte"] = loss / math.log(2) / bytes_per_token
         return results

@@ -251,6 +251,8 @@ class Recipe(Value):
         defaults["use_cpu"] = not torch.accelerator.is_available()
         if not {"bf16", "fp16"} & set(self.training):
             defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            check_number(name, self.training.get(name), 0)
         # What `RecordingTrainer` and its metrics need
         fields = defaults | self.training | {"batch_eval_metrics": True, "logging_nan_inf_filter": False}
         metric = fields.get("metric_for_best_model")
@@ -403,6 +405,7 @@ def read_recipe(
     if fields.get("parts"):
         fields["parts"] = read_parts(fields["parts"], Path(source).parent)
     training.setdefault("output_dir", f"runs/{Path(source).stem}")
+    check_type("output_dir", training["output_dir"], str)
     training["output_dir"] = str(results_folder(training["output_dir"]))
     if "model" not in fields:
         raise ValueError(f"{source}: the field 'model' is missing")
@@ -429,13 +432,15 @@ def _read_value(source: str, name: str, value: Any) -> Any:
         is_other = kinds & {bool, dict, dict[str, Any]} or (kind == str | None and name not in _RECIPE_FIELDS)
         if not is_other and isinstance(value, int | float | date):  # true and false are integers too
             raise ValueError(f"{source}: {name}={value!r} must be text; {QUOTE_IT}")
+        if name == "metric_for_best_model":
+            check_type(name, value, kind)
         return value
-    is_checked = isinstance(value, str | bool | list | dict)
     if isinstance(value, str):
         with contextlib.suppress(yaml.YAMLError):
             value = parse_yaml(value)
         value = float(value) if type(value) is int and float in kinds else value
-    if is_checked and {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)}:
+    is_number = type(value) is int and float in kinds
+    if not is_number and {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)}:
         check_type(name, value, kind)
     return value
 
@@ -445,6 +450,8 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
 
     Returns their texts by name, for other machines.
     """
+    kind = dict[str, str] if isinstance(parts, Mapping) else list[str]
+    check_type("parts", [parts] if isinstance(parts, str) else parts, kind)
     if not isinstance(parts, Mapping):
         texts = {}
         for name in [parts] if isinstance(parts, str) else parts:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,12 +179,15 @@ class RunFolder:
             raise ValueError(f"{self.path} exists and {_KINDS[self.plan][0]}; choose another --output_dir")
         return None
 
-    def claim(self, given: dict[str, Any]) -> None:
-        """Writes what the folder is made from; raises `ValueError` if it was made from something else."""
+    def claim(self, given: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
+        """Writes what the folder is made from; raises `ValueError` if it was made from something else.
+
+        `read` brings what an older version wrote into the form of `given`.
+        """
         before = self.made_from()
         if before is None:
             self.write(given)
-        elif changes := differences(before, given):
+        elif changes := differences(read(before), given):
             self.refuse(changes)
         self.begin_manifest()
 

@@ -1,5 +1,6 @@
 """Downstream tasks: saved models evaluated by lm_eval."""
 
+import hashlib
 import itertools
 import json
 import logging
@@ -38,7 +39,8 @@ def evaluate_tasks(
         num_fewshot: solved examples before each item; by default as the task says, else none.
         limit: evaluate the first items only: this many, or below 1 this share.
 
-    Returns the results of lm_eval, with the score of guessing in `chance`; `None` for a task without choices.
+    Returns the results of lm_eval, with the score of guessing in `chance`, `None` for a task without choices, and a
+    hash of the prompts and targets in `fingerprints`.
     """
     _require_lm_eval()
     import evaluate
@@ -58,8 +60,10 @@ def evaluate_tasks(
     ):
         manager, specs, single = _load_tasks(tasks, str(model))
         results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
-    results["chance"] = dict.fromkeys(single)
+    results["chance"], results["fingerprints"] = dict.fromkeys(single), {}
     for name, task in single.items():
+        items = [(task.doc_to_text(item), task.doc_to_target(item)) for item in task.eval_docs]
+        results["fingerprints"][name] = hashlib.sha256(json.dumps(items, default=str).encode()).hexdigest()[:16]
         if task.OUTPUT_TYPE == "multiple_choice":
             items = itertools.islice(task.eval_docs, results["n-samples"][name]["effective"])
             results["chance"][name] = fmean([1 / len(task.doc_to_choice(item)) for item in items])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comparison.comparison import Comparison, Variant, outline, read_shared_recipe, size_scale, size_variant
-from ..comparison.config import ComparisonConfig, ComparisonFile
+from ..comparison.config import ComparisonConfig, ComparisonFile, as_written
 from ..comparison.estimate import describe_estimate
 from ..comparison.inference import FIRST_INTERIM
 from ..comparison.lr_search import Rates
@@ -107,7 +107,8 @@ def read_screening(file: ComparisonFile) -> Screening:
         return plan("confirmation", models=models, baseline=OFF, learning_rates=rates, seeds=seeds, stop=asked.stop)
 
     first = confirm(list(config.factors)[:1])  # its fields are checked before anything is trained
-    return Screening(dataclasses.replace(config, recipe=shared.to_dict()), design, runs, sizes, confirm, first)
+    config = dataclasses.replace(config, recipe=as_written(shared.to_dict()))
+    return Screening(config, design, runs, sizes, confirm, first)
 
 
 def _row_name(factors: list[str], rate: float) -> str:

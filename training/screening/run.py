@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..comparison.config import read_made_from
 from ..comparison.inference import ALPHA
 from ..comparison.run import Engine, is_main_process, run_and_report, run_comparison
 from ..comparison.status import CONFIRMATION, SCREENING
@@ -20,9 +21,9 @@ from .sections import Factor, ScreeningOutcome, write_report
 
 @run_and_report.register
 def _(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
-    claimed = RunFolder(folder, COMPARISON_FILE)
+    claimed, config = RunFolder(folder, COMPARISON_FILE), screening.config.to_dict()
     with claimed.held(CLAIM_PATIENCE):
-        claimed.claim(screening.config.to_dict())
+        claimed.claim(config, lambda before: read_made_from(before, str(folder / COMPARISON_FILE)).to_dict())
     made = run_comparison(screening.runs, folder / SCREENING, engine)
     # The test split is for the confirmation alone: what survives is chosen on the validation split
     losses = {
@@ -37,7 +38,7 @@ def _(screening: Screening, folder: Path, engine: Engine | None = None) -> Scree
     results = ScreeningOutcome(
         name=screening.name,
         command=screening.runs.command,
-        comparison=without_folders(screening.config.to_dict()),
+        comparison=without_folders(config),
         factors={
             name: Factor(without_folders(factor.to_dict()), screening.added_parameters(name))
             for name, factor in screening.config.factors.items()

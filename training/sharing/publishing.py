@@ -26,6 +26,7 @@ from huggingface_hub import (
     get_token,
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
@@ -173,6 +174,7 @@ def send(
     """Creates the repository and its branch if they do not exist, and makes one commit; raises as `publish`."""
     if "/" not in repo_id:
         raise ValueError(f"repository {repo_id!r} must have the form owner/name")
+    validate_repo_id(repo_id)
     sizes = {}
     for name, content in contents.items():
         sizes[name] = len(content) if isinstance(content, bytes) else content.stat().st_size

@@ -34,6 +34,8 @@ void compute(
 // their weighted sum, of the shape of the logits, or (0)
 std::tuple<Tensor, Tensor> loss(Input logits, Input targets, OptionalInput weights) {
   const Tensor rows = logits.contiguous(), labels = targets.to(at::kLong).contiguous();
+  const bool has_all = labels.numel() == rows.size(0) && (!weights || weights->numel() == rows.size(0));
+  TORCH_CHECK_INDEX(has_all, "each of the ", rows.size(0), " rows of logits needs a target, and a weight");
   for (int64_t i = 0; i < labels.numel(); i++) {
     const int64_t label = labels.data_ptr<int64_t>()[i];
     TORCH_CHECK_INDEX(0 <= label && label < rows.size(1), "target ", label, " is out of bounds: 0 to ", rows.size(1) - 1);

@@ -28,6 +28,7 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
             "n-samples": {"my_task": {"effective": 1000}},
             "chance": {"my_task": 0.25},
             "higher_is_better": {"my_task": better},
+            "fingerprints": {},
         }
 
     monkeypatch.setattr(downstream, "evaluate_tasks", planted)
@@ -57,6 +58,22 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     found = results.largest.tasks["my_task"]["acc"]
     assert found.scores["twin"][2] is None
     assert found.statistics.effects["twin"].verdict is Verdict.SOME_DIVERGED
+
+
+def test_scores_of_two_versions_of_a_task_are_not_mixed(make_file, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    version = ["a"]
+
+    def planted(model, tasks):
+        results = {"results": {"my_task": {"acc,none": 0.5}}, "n-samples": {}, "chance": {}}
+        return results | {"higher_is_better": {"my_task": {"acc": True}}, "fingerprints": {"my_task": version[0]}}
+
+    monkeypatch.setattr(downstream, "evaluate_tasks", planted)
+    fields, engine = {"tasks": [write_task(tmp_path)], "models": {"base": None, "twin": None}}, lambda *_: 3.0
+    run_comparison(load_plan(make_file(seeds=[0, 1], **fields)), tmp_path / "results", PlantedEngine(engine))
+    version[0] = "b"
+    with pytest.raises(ValueError, match=r"task 'my_task' changed between the evaluations of"):
+        run_comparison(load_plan(make_file(seeds=[0, 1, 2], **fields)), tmp_path / "results", PlantedEngine(engine))
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ class TestFolder:
     def test_folder_of_another_comparison(self, finished, make_file, tmp_path, capsys):
         folder, _, file = finished
         before = files_of(folder)
-        changed = "holds another comparison (recipe.training.weight_decay: None there, 0.3 now)"
+        changed = "holds another comparison (recipe.training.weight_decay: not set there, 0.3 now)"
         for arguments, message in (
             ((file, "--weight_decay", "0.3"), changed),
             ((make_file(),), "seeds: [0, 1, 2] there, [0, 1] now"),

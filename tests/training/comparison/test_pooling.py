@@ -155,6 +155,10 @@ REFUSED = {
         "a": make_ledger([1, 2, 3]),
         "b": replace(early := make_ledger([4, 5, 6, 7]), comparison={**early.comparison, "stop": "early"}),
     },
+    r"the changes differ in match \(None, 'parameters'\)": lambda: {
+        "a": make_ledger([1, 2], models={"base": BASE, "new": {**NEW, "match": None}}),
+        "b": make_ledger([3, 4], models={"base": BASE, "new": {**NEW, "match": "parameters"}}),
+    },
     "noise is unknown": lambda: {"a": make_ledger([1, 2], noise=0), "b": make_ledger([3, 4], text="b", stream="b")},
     "b: new: diverged": lambda: {
         "a": make_ledger([1, 2]),

@@ -5,12 +5,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from support.planted import PlantedEngine
 from support.runs import change_json
 from transformers import AutoModelForCausalLM
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.comparison import Run
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.files import read_yaml, write_yaml
 from modeling_nlq.training.run.data import prepare_data
 
 
@@ -70,3 +72,31 @@ class TestRuns:
             change_json(metrics_file, losses__diverged=True, losses__diverged_at=3)
         assert run_comparison(comparison, copy).largest.tokens_per_run == comparison.largest.tokens_per_run
         assert comparison.largest.tokens_per_run == results.largest.tokens_per_run == 8 * 8 * 64
+
+
+class TestGoesOn:
+    @pytest.mark.parametrize("made", [{}, {"record_stability": False}, {"record_stability": True}])
+    @pytest.mark.parametrize("axis", [{}, {"conditions": {"a": {}, "b": {"training": {"weight_decay": 0.3}}}}])
+    def test_with_the_file_that_it_wrote(self, recipe_file, make_file, tmp_path, made, axis):
+        file = make_file(recipe={**read_yaml(recipe_file), **made}, **axis)
+        outcome = run_comparison(load_plan(file), tmp_path, PlantedEngine(lambda scale, run: 3.0))
+        again = load_plan(tmp_path / "comparison.yaml")
+        assert run_comparison(again, tmp_path, PlantedEngine(None)).scales == outcome.scales
+        # Older versions left a false `record_stability` out
+        written = read_yaml(tmp_path / "comparison.yaml")
+        if written["recipe"].get("record_stability") is False:
+            del written["recipe"]["record_stability"]
+            write_yaml(tmp_path / "comparison.yaml", written)
+            assert run_comparison(load_plan(file), tmp_path, PlantedEngine(None)).scales == outcome.scales
+
+    @pytest.mark.parametrize("field", ["optimizer", "match", "trainable", "switches.dtype", "switches.canon"])
+    def test_not_with_another_value_not_even_null(self, make_file, tmp_path, field):
+        section, _, name = field.rpartition(".")
+        change = {section: {name: None}} if section else {name: None}
+        for models in ({}, {"twin": change}):
+            plan = load_plan(make_file(models={"base": None, "twin": None, **models}, learning_rates=[1e-2]))
+            if models:
+                with pytest.raises(ValueError, match=f"holds another comparison .*{field}: not set there, None now"):
+                    run_comparison(plan, tmp_path, PlantedEngine(None))
+            else:
+                run_comparison(plan, tmp_path, PlantedEngine(lambda scale, run: 3.0))

@@ -93,7 +93,9 @@ class TestFiles:
         [
             ("none", "'none' is neither python-stdlib, python-docstrings, cmudict, a local file or folder, nor"),
             ("empty", "'empty' cannot be read"),
-            ("latin.txt", "'latin.txt' cannot be read: .*utf-8.* can't decode"),
+            ("latin.txt", r"'latin.txt' cannot be read: latin.txt is not UTF-8 \(byte 0xe9\)"),
+            ("latin.jsonl", "'latin.jsonl' cannot be read: latin.jsonl is not UTF-8"),
+            ("mixed.jsonl", "'mixed.jsonl': column 'text' must hold text, and a row holds a int"),
             ("blank.txt", "'blank.txt' (is empty|cannot be read: .* no data)"),
             ("torn.txt.gz", "'torn.txt.gz' cannot be read"),
             ("none.jsonl", "'none.jsonl': column 'text' must hold text, and a row holds a NoneType"),
@@ -103,6 +105,8 @@ class TestFiles:
         monkeypatch.chdir(tmp_path)
         Path("empty").mkdir()
         Path("latin.txt").write_bytes("café\n".encode("latin-1"))
+        Path("latin.jsonl").write_bytes('{"text": "café"}\n'.encode("latin-1"))
+        write_documents(Path("mixed.jsonl"), ["one", 2, "three", 4])
         Path("blank.txt").write_text(" \n\n\t\n")
         Path("torn.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo" * 999)[:-9])
         write_documents(Path("none.jsonl"), ["one", None, "three"])

@@ -1,9 +1,12 @@
 """Recipes: overrides from the command line and from Python, and conflicts found before data are prepared."""
 
+import math
+
 import pytest
 
 from modeling_nlq.training.run import train as train_module
-from modeling_nlq.training.run.recipe import load_recipe, override_words, read_overrides
+from modeling_nlq.training.run.conflicts import check_recipe
+from modeling_nlq.training.run.recipe import load_recipe, override_words, read_overrides, read_recipe
 from nlq import main
 
 
@@ -44,6 +47,38 @@ class TestOverrides:
         (tmp_path / "recipe.yaml").write_text("model: tiny-linear\n" * ("model" not in line) + line)
         with pytest.raises(ValueError, match=r"recipe.yaml: .* must be text; quote it, because YAML reads off, no"):
             load_recipe(tmp_path / "recipe.yaml")
+
+    def test_fields_of_the_trainer_are_numbers_of_their_type(self):
+        for name, value, message in (
+            ("max_steps", 2.5, "max_steps=2.5 must be a whole number"),
+            ("max_steps", None, "max_steps=None must be a whole number"),
+            ("seed", None, "seed=None must be a whole number"),
+            ("weight_decay", None, "weight_decay=None must be a finite number"),
+            ("save_steps", math.inf, "save_steps=inf must be a finite number"),
+            ("metric_for_best_model", 1, "metric_for_best_model=1 must be text or null"),
+            ("output_dir", 1, "output_dir=1 must be text"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                read_recipe({"model": "tiny-linear", "training": {name: value}})
+        for parts in (1, {"a": 1}, [1]):
+            with pytest.raises(ValueError, match=r"parts=.* must be"):
+                read_recipe({"model": "tiny-linear", "parts": parts})
+
+    @pytest.mark.parametrize(
+        "field, value, message",
+        [
+            ("gradient_accumulation_steps", 0, "gradient_accumulation_steps=0 must be at least 1"),
+            ("per_device_train_batch_size", 0, "per_device_train_batch_size=0 must be at least 1"),
+            ("save_only_model", True, "save_only_model=True: a run that resumes needs its optimizer"),
+            ("ignore_data_skip", True, "ignore_data_skip=True: a run that resumes would see other data"),
+            ("prediction_loss_only", True, "prediction_loss_only=True: evaluations need logits"),
+            ("report_to", None, "report_to=None: .*, or set report_to: none"),
+        ],
+    )
+    def test_runs_that_would_not_end_well_do_not_begin(self, field, value, message):
+        recipe = read_recipe({"model": "tiny-linear", "training": {"report_to": "none", field: value}})
+        with pytest.raises(ValueError, match=message):
+            check_recipe(recipe)
 
     def test_best_checkpoint_follows_its_metric(self):
         less = ["loss", "perplexity", "pseudo_perplexity", "bits_per_byte", "runtime", "model_preparation_time"]
