@@ -179,6 +179,13 @@ def cache_layer_with(method: str, cache: Cache, index: int, name: str) -> CacheL
     return layer
 
 
+def check_width(cache: Cache, index: int, key: Tensor) -> None:
+    """Raises `ValueError` for cached keys without states of parts, such as a prefix."""
+    for layer in getattr(cache, "layers", [])[index : index + 1]:
+        if layer.is_initialized and layer.keys.numel() and layer.keys.shape[-1] != key.shape[-1]:
+            raise ValueError(f"layer {index}: cached keys lack the states of its parts, which exclude prefix tuning")
+
+
 def cache_of_both(cache: Cache) -> EncoderDecoderCache:
     """Returns a cache of the decoder's tokens and, in its other half, of an encoder's keys and values.
 

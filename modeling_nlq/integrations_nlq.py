@@ -148,10 +148,9 @@ class NLQGenerationMixin(GenerationMixin):
 
 
 def _check_prompt(prompt, config):
-    if config.has_learned_positions and len(prompt) > config.max_position_embeddings:
-        most = config.max_position_embeddings
-        size = f"{len(prompt)} tokens is longer than the learned ones, max_position_embeddings={most}"
-        raise ValueError(f"inputs: a prompt of {size}")
+    most = config.max_position_embeddings
+    if config.has_learned_positions and len(prompt) > most:
+        raise ValueError(f"inputs: a prompt of {len(prompt)} tokens is longer than max_position_embeddings={most}")
 
 
 def _keep_within_positions(manager, config) -> Callable[..., str | None]:

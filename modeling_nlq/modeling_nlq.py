@@ -42,7 +42,7 @@ from .backends_nlq import (
     make_layer_masks,
     supports_flash_attention,
 )
-from .cache_nlq import CACHE_NAME, LinearState, cache_layer_with, cache_of_both
+from .cache_nlq import CACHE_NAME, LinearState, cache_layer_with, cache_of_both, check_width
 from .configuration_nlq import AUTOMATIC, VALUE_PROJECTIONS, NLQConfig
 from .integrations_nlq import (
     NLQGenerationMixin,
@@ -340,7 +340,7 @@ class NLQAttention(nn.Module):
             if stateful_parts:
                 columns = to_columns(list(call.states.values()), key.dtype)
                 key = torch.cat([key, columns], dim=-1)
-                self._check_cached_states(call.cache, key)
+                check_width(call.cache, self.layer_idx, key)
             key, value = self.update_cache(call.cache, key, value, arguments)
             if stateful_parts:
                 call.states = from_columns(key[..., self.head_dim :], stateful_parts)
@@ -356,14 +356,6 @@ class NLQAttention(nn.Module):
         for part in self.parts_with("change_cached_qkv"):
             query, key, value = part("change_cached_qkv", call, query, key, value)
         return query, key, value, bias
-
-    def _check_cached_states(self, cache, key) -> None:
-        """Raises `ValueError` for cached keys without the states of parts, such as those of prefix tuning."""
-        layers = [] if isinstance(cache, PagedAttentionCache) else cache.layers[self.layer_idx : self.layer_idx + 1]
-        for held in (layer.keys for layer in layers if layer.is_initialized):
-            if held.numel() and held.shape[-1] != key.shape[-1]:
-                names = ", ".join(part.name for part in self.parts_with("token_state"))
-                raise ValueError(f"{names} (layer {self.layer_idx}): cached keys lack its states; so no prefix tuning")
 
     def holds_keys_alone(self, cache) -> bool:
         """Tells whether a cache holds keys before norm and positions, and no values.

@@ -150,7 +150,7 @@ def test_requests_end_at_the_last_learned_position(sigmoid):
     assert run(sigmoid, [prompt], max_new_tokens=20) == [greedy(sigmoid, torch.tensor(prompt), 4)]
     assert run(sigmoid, [prompt * 2][:0]) == []
     with pytest.raises(
-        ValueError, match=f"a prompt of {POSITIONS + 1} tokens is longer than .* max_position_embeddings=64$"
+        ValueError, match=f"a prompt of {POSITIONS + 1} tokens is longer than max_position_embeddings=64$"
     ):
         run(sigmoid, [[1], [1] * (POSITIONS + 1)])
     rope = make_model(attention_activation="sigmoid", position_embedding="rope")

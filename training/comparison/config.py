@@ -293,7 +293,7 @@ def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
 
 def as_written(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Drops the defaults of a recipe, except that of `record_stability`, which is another in comparisons."""
-    return _stability(recipe, False) | without_defaults(recipe)
+    return without_defaults(recipe) | _stability(recipe, recipe.get("record_stability", False))
 
 
 def _stability(recipe: Mapping[str, Any], value: bool) -> dict[str, bool]:
