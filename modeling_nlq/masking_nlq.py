@@ -356,10 +356,13 @@ def _check_mask(attention_mask, batch, query_length, query_offset, is_causal, na
         raise ValueError(f"{name}={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
     if attention_mask.ndim == 4:
         return None
-    is_known = isinstance(query_offset, int) or can_be_read(query_offset)
-    seen = int(query_offset) + query_length if is_known else query_length  # at least
+    # A static cache counts by a tensor, an export by a symbol
+    is_read = isinstance(query_offset, int) or (isinstance(query_offset, Tensor) and can_be_read(query_offset))
+    if not is_read and (is_tracing(attention_mask) or shape[0] == batch):
+        return attention_mask
+    seen = int(query_offset) + query_length
     # A static cache has a longer mask
-    if shape[0] != batch or shape[1] < seen or (shape[1] > seen and is_known and not is_causal):
+    if shape[0] != batch or shape[1] < seen or (shape[1] > seen and not is_causal):
         raise ValueError(f"{name}={shape} must be (batch, key)={(batch, seen)}, cached positions included")
     return attention_mask
 

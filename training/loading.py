@@ -37,7 +37,7 @@ from .trust import run_parts
 
 
 # Fields of a saved configuration about who saved it, and how it is run
-_NOT_COMPARED = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
+_NOT_COMPARED = {"architectures", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 _NOT_LOADED = " is not a local folder and cannot be loaded from the Hub"
 
 
@@ -121,12 +121,17 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
             owners[name]._init_weights(module)
 
 
-def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields of both configurations that differ; a field that the half of a pair lacks counts as null."""
+def config_differences(before: dict[str, Any], now: dict[str, Any], with_dtype: bool = False) -> str:
+    """Lists the fields of both configurations that differ; one that the half of a pair lacks has its default.
+
+    `with_dtype` is for configurations of one source: a saved model has the `dtype` of its weights.
+    """
+    free = _NOT_COMPARED | (set() if with_dtype else {"dtype"})
 
     def values(fields: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
         flat = flatten({name: fields[name] for name in known}).items()
-        return {name: each for name, each in flat if each is not None and name.rpartition(".")[2] not in _NOT_COMPARED}
+        # Null and float32 are defaults
+        return {name: each for name, each in flat if each not in (None, "float32") and name.split(".")[-1] not in free}
 
     known = before.keys() & now.keys()
     return differences(values(before, known), values(now, known))

@@ -425,7 +425,7 @@ def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
 
 
 def _check_point(variant: Variant, values: Mapping[str, Any], source: str) -> None:
-    """Raises `ValueError` if a run cannot have the values of a point, or would have other tokens or another size."""
+    """Raises `ValueError` if a run cannot have the values of a point, or would have other tokens or parameters."""
     where = f"{source}: tune: {', '.join(f'{name}={value}' for name, value in values.items())}"
     try:
         recipe = variant.recipe.with_fields(values)
@@ -435,8 +435,8 @@ def _check_point(variant: Variant, values: Mapping[str, Any], source: str) -> No
     has_same_tokens = replace(variant, recipe=recipe).tokens == variant.tokens
     if not has_same_tokens or recipe.digest("data") != variant.recipe.digest("data"):
         raise ValueError(f"{where} changes the data, which must be the same for all runs")
-    if _size_of(recipe) != variant.size:
-        raise ValueError(f"{where} changes the size, which must be the same for all runs of a model")
+    if _size_of(recipe).total != variant.size.total:
+        raise ValueError(f"{where} changes the number of parameters, which must be the same for all runs of a model")
 
 
 def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | None = None) -> Variant:

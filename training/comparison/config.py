@@ -263,7 +263,7 @@ def read_file(
         if objective.kind is not ModelKind.DECODER:
             raise ValueError(f"{path}: tasks={config.tasks!r}: lm_eval's tasks need decoders; set objective: causal")
         check_tasks(config.tasks)
-    defaults = {"test_fraction": 0.02, **_stability(recipe, True)}
+    defaults = {"test_fraction": 0.02, **_stability(recipe, published is None)}
     recipe = with_sections({**defaults, **recipe}, config, recipe_source)
     if isinstance(config.recipe, str) and (config.switches or config.training):
         recipe_source = f"{path} with {recipe_source}"
@@ -292,8 +292,9 @@ def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
 
 
 def as_written(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the defaults of a recipe, except that of `record_stability`, which is another in comparisons."""
-    return without_defaults(recipe) | _stability(recipe, recipe.get("record_stability", False))
+    """Drops the defaults of a recipe, except those that are others in comparisons."""
+    others = {"test_fraction": recipe.get("test_fraction", Recipe.test_fraction)}
+    return without_defaults(recipe) | others | _stability(recipe, recipe.get("record_stability", False))
 
 
 def _stability(recipe: Mapping[str, Any], value: bool) -> dict[str, bool]:

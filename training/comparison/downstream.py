@@ -8,9 +8,9 @@ import torch
 from tqdm.auto import tqdm
 
 from ..disk import write_text
-from ..files import TASKS_FILE, read_json
+from ..files import TASKS_FILE, differences, read_json
 from ..run.run_folder import RunFolder
-from ..run.tasks import evaluate_tasks, score_numbers
+from ..run.tasks import evaluate_tasks, score_numbers, task_files
 from ..text import bar_options
 from .comparison import RunStore, ScaleProgress
 from .inference import analyse
@@ -20,11 +20,12 @@ from .results import TaskOutcome
 def score_runs(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:
     """Evaluates the reported runs that have weights and no `tasks.json` yet; returns outcomes by task and metric.
 
-    Raises `ValueError` if runs were evaluated on different versions of a task.
+    Raises `ValueError` if a task's file has changed since a run was evaluated.
     """
-    scale, outcomes, known = progress.scale, {}, {}
+    scale, outcomes = progress.scale, {}
     if not scale.config.tasks:
         return outcomes
+    files = task_files(scale.config.tasks)
     if torch.cuda.is_available():  # each process that a launcher started has a device of its own
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     runs = [run for model in scale.variants for run in progress.reported(model)]
@@ -35,16 +36,12 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[st
             if not (path / TASKS_FILE).is_file():
                 results = evaluate_tasks(path, scale.config.tasks)
                 content = {"scores": score_numbers(results), "higher_is_better": results["higher_is_better"]}
-                content["fingerprints"] = results["fingerprints"]
+                content["files"] = files
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
         content = read_json(path / TASKS_FILE)
-        for task, fingerprint in content.get("fingerprints", {}).items():  # older versions wrote none
-            first, before = known.setdefault(task, (path, fingerprint))
-            if before != fingerprint:
-                raise ValueError(
-                    f"task {task!r} changed between the evaluations of {first} and {path}; restore it, or delete "
-                    f"{TASKS_FILE} in the folders of all runs"
-                )
+        if changes := differences(content.get("files", files), files):  # older versions wrote none
+            hint = f"restore what it was, or delete {TASKS_FILE} in the folders of all runs"
+            raise ValueError(f"tasks: a file has changed since {path} was evaluated ({changes}); {hint}")
         for task, values in content["scores"].items():
             directions = content["higher_is_better"].get(task, {})
             for metric, value in values.items():

@@ -43,6 +43,7 @@ _SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 _SIZES |= {"intermediate_size", "vocab_size", "max_position_embeddings"}
 # The fields of a recipe that their baselines share
 _COMMON = {"model", "switches", "parts", "objective", "trainable", "lora", "parametrization", "initializer_scale"}
+_NOT_SET = "not set"
 _SHARED_TEXT = "Studies share a test text, and the interval takes their noise from it as independent."
 
 
@@ -255,7 +256,7 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
         at_place = config.at_scale(place, name)
         recipe = with_sections(config.recipe, config.scale_configs[place], name)
         model, baseline = (_settings(with_sections(recipe, at_place.models[each], name)) for each in both)
-        change = {key: model.get(key) for key in model.keys() | baseline.keys() if model.get(key) != baseline.get(key)}
+        change = {key: model.get(key, _NOT_SET) for key in _differing(model, baseline)}
         for key in filter(_is_size, change):
             sizes = [value if isinstance(value := each.get(key), int) else 0 for each in (model, baseline)]
             change[key] = "larger" if sizes[0] > sizes[1] else "smaller"
@@ -268,10 +269,10 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a recipe and of its model's configuration, if that is a shipped one, without defaults."""
-    content = without_defaults(recipe)
+    content, defaults = without_defaults(recipe), {}
     if content.get("model") in names("models"):
         content["switches"] = merged(read_json(find("models", content.pop("model"))), recipe["switches"])
-    defaults = {f"switches.{name}": field.default for name, field in NLQConfig.__dataclass_fields__.items()}
+        defaults = {f"switches.{name}": field.default for name, field in NLQConfig.__dataclass_fields__.items()}
     return {key: value for key, value in flatten(content).items() if value != defaults.get(key, ...)}
 
 
@@ -297,9 +298,14 @@ def _check_same(first: _Source, second: _Source) -> None:
     both, allowed = f"{first.label} and {second.label}", "only size, length, optimizer and text may differ"
     pairs = {"baselines": (first.baseline, second.baseline), "changes": (first.change, second.change)}
     for what, (one, other) in pairs.items():
-        if different := sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key)):
-            values = (f"{key} ({reprlib.repr(one.get(key))}, {reprlib.repr(other.get(key))})" for key in different)
-            raise ValueError(f"{both}: the {what} differ in {', '.join(values)}; {allowed}")
+        if different := _differing(one, other):
+            values = ((key, one.get(key, _NOT_SET), other.get(key, _NOT_SET)) for key in different)
+            shown = ", ".join(f"{key} ({reprlib.repr(left)}, {reprlib.repr(right)})" for key, left, right in values)
+            raise ValueError(f"{both}: the {what} differ in {shown}; {allowed}")
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return sorted(key for key in one.keys() | other.keys() if one.get(key, _NOT_SET) != other.get(key, _NOT_SET))
 
 
 def _study(group: Sequence[_Source]) -> Study:

@@ -223,7 +223,7 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
         for model, before in models.items():
             try:
                 after = now[name][model]
-                changes = config_differences(before["config"], after["config"])
+                changes = config_differences(before["config"], after["config"], with_dtype=True)
                 is_same = not changes and before["weights"] == after["weights"]
             except (KeyError, TypeError, AttributeError):
                 raise ValueError(f"{file}: {model!r} is not a model of this comparison, or has wrong fields") from None

@@ -251,11 +251,12 @@ def about_rates(results: ScaleOutcome) -> list[str]:
     if results.tuned is None:
         one = _KEPT_RATES if results.keeps_rates else _ONE_RATE
         return [_EACH_SEED.format("learning rates") if results.has_choice else one, _NOT_TUNED]
-    gains = ", ".join(f"{name} {tuning_gain(model)}" for name, model in results.models.items() if model.untuned)
-    if not gains:
+    tuned = {name: tuning_gain(model) for name, model in results.models.items() if model.untuned}
+    if not tuned:
         return [_TAKEN_POINTS]
     start, more = (", at the learning rate where the search began,", []) if results.has_choice else ("", [_ONE_RATE])
-    gains = f"By tuning, the test loss fell below that of the recipe's own values{start} by: {gains}."
+    listed = ", ".join(f"{name} {gain}" for name, gain in tuned.items())
+    gains = f"By tuning, the test loss fell below that of the recipe's own values{start} by: {listed}."
     return [_EACH_SEED.format("points"), *more, f"{gains} A verdict that is smaller may hang on what was not tuned."]
 
 

@@ -187,7 +187,7 @@ def tuning_gain(model: ModelOutcome) -> str:
     gains = [100 * (own - loss) / own for loss, own in pairs if loss is not None and own]
     deviation = f" ± {statistics.stdev(gains):.1f}" if len(gains) > 1 else ""
     if not gains:
-        return "an unknown amount (the recipe's values diverged)"
+        return "an unknown amount (nothing finished to compare with)"
     return f"{statistics.fmean(gains):.1f} %{deviation}"
 
 
@@ -326,8 +326,8 @@ def _steps(model: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, 
 
 _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; "
-    "positive is better. The slope is that of a line through the scales, and Holm p is its p-value, corrected as the "
-    "protocol says."
+    "positive is better. The slope is that of a line through the scales, and Holm p is its p-value, corrected as said "
+    "below."
 )
 ACCURACY_NOTE = (
     f"A seed learns a task if its accuracy in the test is {MASTERED:.0%} or more. Fisher's exact test compares the "

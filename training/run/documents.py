@@ -377,12 +377,13 @@ def _hash_file(path: Path) -> str:
             length = len(chunk) - chunk.rfind(b"\n") - 1 + (0 if b"\n" in chunk else length)
             if has_lines and length > 64 * 2**20:
                 raise ValueError(f"{path.name} has a line of more than 64 MiB; cut it into several")
+    _check_utf8(decoder, b"", path)
     return digest.hexdigest()
 
 
 def _check_utf8(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path) -> None:
     try:
-        decoder.decode(chunk)
+        decoder.decode(chunk, final=not chunk)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ValueError(f"{path.name} is not UTF-8 (byte 0x{byte:02x}); convert it") from None

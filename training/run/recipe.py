@@ -439,8 +439,9 @@ def _read_value(source: str, name: str, value: Any) -> Any:
         with contextlib.suppress(yaml.YAMLError):
             value = parse_yaml(value)
         value = float(value) if type(value) is int and float in kinds else value
-    is_number = type(value) is int and float in kinds
-    if not is_number and {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)}:
+    # Null of a flag is false
+    is_allowed = (type(value) is int and float in kinds) or (value is None and bool in kinds)
+    if not is_allowed and {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)}:
         check_type(name, value, kind)
     return value
 
@@ -450,11 +451,13 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
 
     Returns their texts by name, for other machines.
     """
-    kind = dict[str, str] if isinstance(parts, Mapping) else list[str]
-    check_type("parts", [parts] if isinstance(parts, str) else parts, kind)
+    if not isinstance(parts, Mapping):
+        parts = parts if isinstance(parts, list | tuple) else [parts]
+        parts = [str(each) if isinstance(each, Path) else each for each in parts]
+    check_type("parts", parts, dict[str, str] if isinstance(parts, Mapping) else list[str])
     if not isinstance(parts, Mapping):
         texts = {}
-        for name in [parts] if isinstance(parts, str) else parts:
+        for name in parts:
             path = folder / name if (folder / name).is_file() else Path(name)
             if not path.is_file():
                 raise ValueError(f"parts: there is no file {name}")

@@ -39,8 +39,7 @@ def evaluate_tasks(
         num_fewshot: solved examples before each item; by default as the task says, else none.
         limit: evaluate the first items only: this many, or below 1 this share.
 
-    Returns the results of lm_eval, with the score of guessing in `chance`, `None` for a task without choices, and a
-    hash of the prompts and targets in `fingerprints`.
+    Returns the results of lm_eval, with the score of guessing in `chance`; `None` for a task without choices.
     """
     _require_lm_eval()
     import evaluate
@@ -60,10 +59,8 @@ def evaluate_tasks(
     ):
         manager, specs, single = _load_tasks(tasks, str(model))
         results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
-    results["chance"], results["fingerprints"] = dict.fromkeys(single), {}
+    results["chance"] = dict.fromkeys(single)
     for name, task in single.items():
-        items = [(task.doc_to_text(item), task.doc_to_target(item)) for item in task.eval_docs]
-        results["fingerprints"][name] = hashlib.sha256(json.dumps(items, default=str).encode()).hexdigest()[:16]
         if task.OUTPUT_TYPE == "multiple_choice":
             items = itertools.islice(task.eval_docs, results["n-samples"][name]["effective"])
             results["chance"][name] = fmean([1 / len(task.doc_to_choice(item)) for item in items])
@@ -151,6 +148,12 @@ def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]
         if name not in manager.all_tasks and not _is_task_file(name):
             raise ValueError(f"there is no task {name!r}; `lm-eval ls tasks` lists all, or name a YAML file")
     return tasks, manager
+
+
+def task_files(tasks: Sequence[str]) -> dict[str, str]:
+    """Returns the hashes of the tasks that are files, by name."""
+    files = [Path(name) for name in tasks if _is_task_file(name)]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
 
 
 def _is_task_file(name: str) -> bool:

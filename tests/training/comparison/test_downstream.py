@@ -1,5 +1,7 @@
 """Downstream tasks of comparisons: each reported run is evaluated once, and scores are judged like losses."""
 
+from pathlib import Path
+
 import pytest
 from support.lm_eval_command import write_task
 from support.planted import PlantedEngine
@@ -28,7 +30,6 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
             "n-samples": {"my_task": {"effective": 1000}},
             "chance": {"my_task": 0.25},
             "higher_is_better": {"my_task": better},
-            "fingerprints": {},
         }
 
     monkeypatch.setattr(downstream, "evaluate_tasks", planted)
@@ -60,20 +61,22 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     assert found.statistics.effects["twin"].verdict is Verdict.SOME_DIVERGED
 
 
-def test_scores_of_two_versions_of_a_task_are_not_mixed(make_file, tmp_path, monkeypatch):
+@pytest.mark.parametrize("axis", [{}, {"conditions": {"a": {}, "b": {"training": {"weight_decay": 0.3}}}}])
+def test_scores_of_two_versions_of_a_task_are_not_mixed(make_file, tmp_path, monkeypatch, axis):
     pytest.importorskip("lm_eval")
-    version = ["a"]
-
-    def planted(model, tasks):
-        results = {"results": {"my_task": {"acc,none": 0.5}}, "n-samples": {}, "chance": {}}
-        return results | {"higher_is_better": {"my_task": {"acc": True}}, "fingerprints": {"my_task": version[0]}}
-
-    monkeypatch.setattr(downstream, "evaluate_tasks", planted)
-    fields, engine = {"tasks": [write_task(tmp_path)], "models": {"base": None, "twin": None}}, lambda *_: 3.0
-    run_comparison(load_plan(make_file(seeds=[0, 1], **fields)), tmp_path / "results", PlantedEngine(engine))
-    version[0] = "b"
-    with pytest.raises(ValueError, match=r"task 'my_task' changed between the evaluations of"):
-        run_comparison(load_plan(make_file(seeds=[0, 1, 2], **fields)), tmp_path / "results", PlantedEngine(engine))
+    values = {"n-samples": {}, "chance": {}, "higher_is_better": {"my_task": {"acc": True}}}
+    results = {"results": {"my_task": {"acc,none": 0.5}}, **values}
+    monkeypatch.setattr(downstream, "evaluate_tasks", lambda *_: results)
+    task, engine = Path(write_task(tmp_path)), PlantedEngine(lambda *_: 3.0)
+    plans = [load_plan(make_file(seeds=seeds, tasks=[str(task)], **axis)) for seeds in ([0, 1], [0, 1, 2])]
+    run_comparison(plans[0], tmp_path / "results", engine)
+    before = task.read_text()
+    task.write_text(before + "# another prompt\n")
+    changed = rf"tasks: a file has changed since .*seed-0 was evaluated \({task.name}: '"
+    with pytest.raises(ValueError, match=changed):
+        run_comparison(plans[1], tmp_path / "results", engine)
+    task.write_text(before)
+    run_comparison(plans[1], tmp_path / "results", engine)
 
 
 @pytest.mark.parametrize(

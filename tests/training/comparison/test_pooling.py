@@ -26,10 +26,20 @@ pytest.importorskip("statsmodels", reason="needs statsmodels: pip install 'model
 BASE, NEW = {"switches": {"attention_activation": "softmax"}}, {"switches": {"attention_activation": "relu"}}
 
 
-def make_ledger(seeds, gain=0.05, noise=0.02, text="a text", stream="", models=None, switches=None, places=(None,)):
+def make_ledger(
+    seeds,
+    gain=0.05,
+    noise=0.02,
+    text="a text",
+    stream="",
+    models=None,
+    switches=None,
+    places=(None,),
+    model="tiny-linear",
+):
     """Returns a ledger whose models gain so many nats; their noise depends on seed and stream."""
     models = models or {"base": BASE, "new": NEW}
-    recipe = {"model": "tiny-linear", "dataset": "text.txt", "switches": switches or {}, "training": {}}
+    recipe = {"model": model, "dataset": "text.txt", "switches": switches or {}, "training": {}}
     config = {"recipe": recipe, "baseline": "base", "models": models, "learning_rates": [0.01], "seeds": [*seeds]}
     config |= {"conditions": {place: {} for place in places}} if places[0] else {}
     ledger = Ledger(comparison=config | {"name": f"of {len(seeds)} seeds"})
@@ -139,7 +149,7 @@ REFUSED = {
         "b": make_ledger([1, 2], noise=0.03),
     },
     "c1 and a, c2 share": lambda: {"a": make_ledger(range(3), places=("c1", "c2"))},
-    r"baselines differ in switches.layer_norm_eps \(None, 0.1\)": lambda: {
+    r"baselines differ in switches.layer_norm_eps \('not set', 0.1\)": lambda: {
         "a": make_ledger([1, 2]),
         "b": make_ledger([3, 4], switches={"layer_norm_eps": 0.1, "hidden_size": 64}),
     },
@@ -156,8 +166,17 @@ REFUSED = {
         "b": replace(early := make_ledger([4, 5, 6, 7]), comparison={**early.comparison, "stop": "early"}),
     },
     r"the changes differ in match \(None, 'parameters'\)": lambda: {
-        "a": make_ledger([1, 2], models={"base": BASE, "new": {**NEW, "match": None}}),
-        "b": make_ledger([3, 4], models={"base": BASE, "new": {**NEW, "match": "parameters"}}),
+        name: replace(
+            ledger := make_ledger(seeds, models=models), comparison=ledger.comparison | {"match": "parameters"}
+        )
+        for name, seeds, models in (
+            ("a", [1, 2], {"base": BASE, "new": {**NEW, "match": None}}),
+            ("b", [3, 4], {"base": BASE, "new": NEW}),
+        )
+    },
+    r"the changes differ in switches.attention_gate \('not set', None\), switches.canon \(None": lambda: {
+        name: make_ledger(seeds, models={"base": BASE, "new": {"switches": {switch: None}}}, model="runs/mine")
+        for name, seeds, switch in (("a", [1, 2], "canon"), ("b", [3, 4], "attention_gate"))
     },
     "noise is unknown": lambda: {"a": make_ledger([1, 2], noise=0), "b": make_ledger([3, 4], text="b", stream="b")},
     "b: new: diverged": lambda: {

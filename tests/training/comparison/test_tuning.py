@@ -85,7 +85,10 @@ def test_ends_of_listed_numbers():
         ({"tune": {"trials": 4, "fields": {"learning_rat": [0.1, 1.0]}}}, "'learning_rat' is unknown; did you mean"),
         ({"tune": {"trials": 4, "fields": {"no_field": [0.1, 1.0]}}}, "tune: no_field=.* has no field 'no_field'"),
         ({"tune": {"trials": 4, "fields": {"max_steps": [5, 10]}}}, "tune: max_steps=7 changes the data"),
-        ({"tune": {"trials": 3, "fields": {"num_hidden_layers": [1, 4]}}}, "num_hidden_layers=. changes the size"),
+        (
+            {"tune": {"trials": 3, "fields": {"num_hidden_layers": [1, 4]}}},
+            "num_hidden_layers=. changes the number of parameters",
+        ),
         ({"tune": {"trials": 4, "fields": {"seed": {"values": [1, 2]}}}}, "seed: set seeds and learning_rates in"),
         ({"tune": {"trials": 4, "fields": {"output_dir": {"values": ["a", "b"]}}}}, "output_dir: folders and names"),
         (
