@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from ..disk import resolve_user_path, write_text
+from ..disk import read_bytes, resolve_user_path, write_text
 from ..loading import load_model
 from ..size import ModelKind
 from ..text import check_number, first_line, root_cause
@@ -152,8 +152,8 @@ def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]
 
 def task_files(tasks: Sequence[str]) -> dict[str, str]:
     """Returns the hashes of the tasks that are files, by name."""
-    files = [Path(name) for name in tasks if _is_task_file(name)]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+    files = [resolve_user_path(name) for name in tasks if _is_task_file(name)]
+    return {file.name: hashlib.sha256(read_bytes(file)).hexdigest()[:16] for file in files}
 
 
 def _is_task_file(name: str) -> bool:
