@@ -179,8 +179,8 @@ def cache_layer_with(method: str, cache: Cache, index: int, name: str) -> CacheL
     return layer
 
 
-def check_width(cache: Cache, index: int, key: Tensor) -> None:
-    """Raises `ValueError` for cached keys without states of parts, such as a prefix."""
+def check_key_width(cache: Cache, index: int, key: Tensor) -> None:
+    """Raises `ValueError` for cached keys that lack states of parts."""
     for layer in getattr(cache, "layers", [])[index : index + 1]:
         if layer.is_initialized and layer.keys.numel() and layer.keys.shape[-1] != key.shape[-1]:
             raise ValueError(f"layer {index}: cached keys lack the states of its parts, which exclude prefix tuning")

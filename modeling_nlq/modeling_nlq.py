@@ -42,7 +42,7 @@ from .backends_nlq import (
     make_layer_masks,
     supports_flash_attention,
 )
-from .cache_nlq import CACHE_NAME, LinearState, cache_layer_with, cache_of_both, check_width
+from .cache_nlq import CACHE_NAME, LinearState, cache_layer_with, cache_of_both, check_key_width
 from .configuration_nlq import AUTOMATIC, VALUE_PROJECTIONS, NLQConfig
 from .integrations_nlq import (
     NLQGenerationMixin,
@@ -340,7 +340,7 @@ class NLQAttention(nn.Module):
             if stateful_parts:
                 columns = to_columns(list(call.states.values()), key.dtype)
                 key = torch.cat([key, columns], dim=-1)
-                check_width(call.cache, self.layer_idx, key)
+                check_key_width(call.cache, self.layer_idx, key)
             key, value = self.update_cache(call.cache, key, value, arguments)
             if stateful_parts:
                 call.states = from_columns(key[..., self.head_dim :], stateful_parts)

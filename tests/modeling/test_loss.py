@@ -81,7 +81,7 @@ def test_labels_of_another_shape_are_refused(shape):
 
 @pytest.mark.parametrize("size", [1, 6, 14, 63])
 def test_logits_of_another_width_are_refused(size, make_model):
-    """The C++ code would read beyond the labels, where `reshape` finds other rows."""
+    """Reshaped to another width, they have more or fewer rows than labels, which the C++ code would read beyond."""
     with pytest.raises(ValueError, match=f"vocab_size={size} must be the number of logits of a token, 7"):
         causal_lm_loss(torch.randn(2, 9, 7), torch.zeros(2, 9, dtype=torch.long), size)
     model = make_model()

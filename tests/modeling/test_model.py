@@ -242,7 +242,7 @@ def test_forward_on_meta_reads_no_number(name):
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", "linear_attention"])
 @pytest.mark.parametrize("rows, length", [(1, 12), (3, 12), (2, 11)])
 def test_mask_is_checked_after_tokens_of_a_static_cache(tokens, activation, rows, length):
-    """Such a cache counts its tokens by a tensor."""
+    """A static cache holds its length in a tensor."""
     model = make(activation)
     cache = StaticCache(config=model.config, max_cache_len=16)
     model(tokens, attention_mask=torch.ones_like(tokens), cache=cache)
@@ -253,7 +253,7 @@ def test_mask_is_checked_after_tokens_of_a_static_cache(tokens, activation, rows
 
 @pytest.mark.parametrize("part", [{"forget_gate": "learned"}, {"selective_attention": True}])
 def test_cached_keys_without_the_states_of_a_part_are_refused(tokens, part):
-    """So PEFT's prefix tuning fills a cache."""
+    """PEFT's prefix tuning fills a cache with keys alone."""
     model = make(position_embedding="none", **part)
     cache, size = DynamicCache(config=model.config), (2, model.config.num_key_value_heads, 3, model.config.head_dim)
     for layer in range(model.config.num_hidden_layers):

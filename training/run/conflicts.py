@@ -19,8 +19,8 @@ from .parametrization import check_completep
 from .recipe import Recipe
 
 
-# Fields of `TrainingArguments` with which a run would lack results, or change them when it resumes
-_LOSSY = {
+# Flags of `TrainingArguments` with which results would be missing, or differ after a run resumes
+_REFUSED_ARGUMENTS = {
     "save_only_model": "a run that resumes needs its optimizer, or it ends with another result",
     "ignore_data_skip": "a run that resumes would see other data",
     "prediction_loss_only": "evaluations need logits, for perplexity, accuracy and losses by document",
@@ -129,7 +129,9 @@ def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:
         yield "resume_from_checkpoint: a run goes on from the last complete checkpoint in its folder by itself"
     if arguments.push_to_hub:
         yield "push_to_hub would upload more than the model; share the finished run by `nlq publish`"
-    yield from (f"{name}=True: {why}; remove it" for name, why in _LOSSY.items() if getattr(arguments, name))
+    for name, why in _REFUSED_ARGUMENTS.items():
+        if getattr(arguments, name):
+            yield f"{name}=True: {why}; remove it"
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(arguments, name) < 1:
             yield f"{name}={getattr(arguments, name)} must be at least 1"

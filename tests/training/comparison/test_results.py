@@ -74,10 +74,10 @@ class TestRuns:
         assert comparison.largest.tokens_per_run == results.largest.tokens_per_run == 8 * 8 * 64
 
 
-class TestGoesOn:
+class TestResume:
     @pytest.mark.parametrize("made", [{}, {"record_stability": False}, {"record_stability": True}])
     @pytest.mark.parametrize("axis", [{}, {"conditions": {"a": {}, "b": {"training": {"weight_decay": 0.3}}}}])
-    def test_with_the_file_that_it_wrote(self, recipe_file, make_file, tmp_path, made, axis):
+    def test_from_its_own_comparison_file(self, recipe_file, make_file, tmp_path, made, axis):
         file = make_file(recipe={**read_yaml(recipe_file), **made}, **axis)
         outcome = run_comparison(load_plan(file), tmp_path, PlantedEngine(lambda scale, run: 3.0))
         again = load_plan(tmp_path / "comparison.yaml")
@@ -90,7 +90,7 @@ class TestGoesOn:
             assert run_comparison(load_plan(file), tmp_path, PlantedEngine(None)).scales == outcome.scales
 
     @pytest.mark.parametrize("field", ["optimizer", "match", "trainable", "switches.dtype", "switches.canon"])
-    def test_not_with_another_value_not_even_null(self, make_file, tmp_path, field):
+    def test_a_field_that_became_null_is_refused(self, make_file, tmp_path, field):
         section, _, name = field.rpartition(".")
         change = {section: {name: None}} if section else {name: None}
         for models in ({}, {"twin": change}):

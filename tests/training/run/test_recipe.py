@@ -75,7 +75,7 @@ class TestOverrides:
             ("report_to", None, "report_to=None: .*, or set report_to: none"),
         ],
     )
-    def test_runs_that_would_not_end_well_do_not_begin(self, field, value, message):
+    def test_arguments_that_spoil_results_are_refused(self, field, value, message):
         recipe = read_recipe({"model": "tiny-linear", "training": {"report_to": "none", field: value}})
         with pytest.raises(ValueError, match=message):
             check_recipe(recipe)
