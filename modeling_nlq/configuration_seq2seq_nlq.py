@@ -111,6 +111,7 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
     hidden_size, head_dim, num_attention_heads, num_key_value_heads = map(_of_decoder, SIZES)
     num_layers = _of_decoder("num_hidden_layers")
     num_hidden_layers = _of_decoder("num_hidden_layers", has_setter=True)  # early exit sets it
+    use_cache = _of_decoder("use_cache", has_setter=True)
 
     @property
     def max_position_embeddings(self) -> int:

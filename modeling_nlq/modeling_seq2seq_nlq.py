@@ -102,6 +102,9 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         if attention_mask is None:
             reason = "cannot be a source: each target would see all of them; give one text per row"
             refuse_packed(find_packed_documents(position_ids), reason)
+        # `capture_outputs` reads each half's own configuration
+        outer = {name: getattr(self.config, name) for name in ("output_attentions", "output_hidden_states")}
+        kwargs = {name: value for name, value in outer.items() if value} | kwargs
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, use_cache=False, **kwargs

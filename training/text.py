@@ -22,7 +22,7 @@ def check_name(source: str, name: Any) -> None:
     if not isinstance(name, str):
         raise ValueError(f"{source} {name!r}: a name must be text; {QUOTE_IT}")
     if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII) or len(name) > LONGEST_NAME:
-        allowed = f"at most {LONGEST_NAME} letters, digits, spaces and _ + = . , -"
+        allowed = f"at most {LONGEST_NAME} ASCII letters, digits, spaces and _ + = . , -"
         raise ValueError(f"{source} {name!r}: a name must be made of {allowed}")
 
 

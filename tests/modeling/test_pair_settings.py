@@ -7,7 +7,13 @@ import logging
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BartForConditionalGeneration,
+)
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQSeq2SeqConfig
 from modeling_nlq.training.loading import load_config
@@ -62,6 +68,24 @@ def test_a_field_of_one_half_leaves_the_others_as_saved(way, saved):
     config = LOADING[way](saved, encoder={"residual_dropout": 0.5}, residual_dropout=0.25)
     assert (config.encoder.residual_dropout, config.decoder.residual_dropout) == (0.5, 0.25)
     assert (config.encoder.num_hidden_layers, config.decoder.num_hidden_layers) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "setting", [{}, {"output_hidden_states": True}, {"output_attentions": True}, {"use_cache": False}]
+)
+@pytest.mark.parametrize("given", [{}, {"output_hidden_states": False, "output_attentions": False, "use_cache": True}])
+def test_outputs_are_those_of_bart(setting, given, saved):
+    """BART's halves share one configuration. Arguments of a call go before it."""
+    sizes = {f"{half}_{name}": 1 for half in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    bart = BartForConditionalGeneration(BartConfig(vocab_size=64, d_model=16, **sizes, attn_implementation="eager"))
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(saved, attn_implementation="eager")
+    given = {name: value for name, value in given.items() if name in setting}
+    for model in (bart, loaded):
+        for name, value in setting.items():
+            setattr(model.config, name, value)
+    ids = torch.arange(3, 8)[None]
+    returned = [set(model.eval()(input_ids=ids, decoder_input_ids=ids, **given)) for model in (bart, loaded)]
+    assert returned[0] == returned[1]
 
 
 def test_a_whole_half_and_a_width():

@@ -124,6 +124,11 @@ class TestBadInput:
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert re.search(message, line) and not (tmp_path / "out").exists()
 
+    def test_the_file_gives_a_name_that_no_folder_may_have(self, make_file, tmp_path, capsys):
+        file = Path(make_file()).rename(tmp_path / "größe.yaml")
+        assert main(["compare", str(file), "--output_dir", str(tmp_path / "out")]) == 1
+        assert "größe.yaml: set name, because the file's is refused: 'größe': a name must" in capsys.readouterr().err
+
     def test_recipe_that_no_comparison_can_use(self, make_file, run, recipe_file):
         with pytest.raises(ValueError, match="test_fraction=0 leaves no test split"):
             load_plan(make_file(), {"test_fraction": 0.0})
