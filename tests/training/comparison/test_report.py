@@ -35,6 +35,7 @@ from modeling_nlq.training.comparison.inference import (
 from modeling_nlq.training.comparison.pooling import combine
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import (
+    MASTERED,
     History,
     Outcome,
     RunOutcome,
@@ -772,13 +773,25 @@ def test_page_says_what_the_eight_models_of_blocks_show(published):
     half = (gelu.interval[1] - gelu.value) / stats.t.ppf(1 - 0.05 / 2, freedom) * stats.t.ppf(1 - 0.05 / 6, freedom)
     assert said.count(f"above {half - gelu.value:.1f} %") == 2  # of improvements, at 5 % for three effects
     texts = dict.fromkeys(
-        ["blocks-factorial", "softmax-tokens", "queries-tokens", "tasks-recall"], "{:.1f} core-hours"
+        ["blocks-factorial", "softmax-tokens", "queries-tokens", "tasks-recall", "tasks-induction"],
+        "{:.1f} core-hours",
     )
-    texts |= {"tasks-recall-matrix": "(the second comparison: {:.1f})", "softmax-english": "({:.1f} core-hours)"}
+    texts |= dict.fromkeys(["softmax-english", "matrix-docstrings", "tasks-induction-steps"], "({:.1f} core-hours)")
+    texts |= {"tasks-recall-matrix": "(the second comparison: {:.1f})"}
     for folder, text in texts.items():
         models = [model for scale in published[folder].scales.values() for model in scale.models.values()]
         seconds = sum(run.result.machine.seconds for model in models for run in [*model.tried, *model.runs])
         assert text.format(seconds / 3600) in " ".join(said.split())
+
+
+def test_page_says_what_the_factor_alone_shows(published):
+    outcome, (primary,) = published["matrix-docstrings"], published["matrix-docstrings"].primary
+    section = " ".join(PAGE.read_text().partition("## [Encoder and decoder]")[2].partition("\n## ")[0].split())
+    effects = outcome.largest.statistics.effects
+    assert {name: effect.verdict for name, effect in effects.items()} == dict.fromkeys(effects, Verdict.BETTER)
+    low, high = primary.test.interval
+    assert primary.test.verdict == "cannot tell"
+    assert f"cannot tell: {-primary.test.value:+.2f} % [{-high:+.2f}, {-low:+.2f}]" in section
 
 
 def test_page_says_what_three_lengths_show(published):
@@ -840,6 +853,31 @@ def test_page_counts_seeds_that_learn(published):
         in page
     )
     assert not p_values
+
+
+def test_page_says_how_many_words_induction_names(published):
+    section = PAGE.read_text().partition("### Induction")[2].partition("\n## ")[0]
+    rows = {
+        name: ends for name, *ends in re.findall(r"^\| (.*) \| (.* to .*) \| (.* to .*) \|$", section, re.MULTILINE)
+    }
+    rows = {re.sub("^additive | with a factor.*", "", name): ends for name, ends in rows.items()}
+    found = [accuracy_cells(results) for results in published["tasks-induction"].scales.values()]
+    assert rows == {
+        name: [re.search(r"\((.*)\)", cells[name]["accuracy (%)"])[1] for cells in found] for name in found[0]
+    }
+    assert sum(int(cell[LEARNED].partition(" ")[0]) for cells in found for cell in cells.values()) == 1
+    longer = published["tasks-induction-steps"].largest
+    cells, said = accuracy_cells(longer), " ".join(section.split())
+    solved = "softmax solves it in {} seeds, sigmoid in {} and relu in {}: no difference is found (Holm p {} and {})."
+    names = ("softmax", "sigmoid", "relu")
+    counts = cells["softmax"][LEARNED], *(cells[name][LEARNED].partition(" ")[0] for name in names[1:])
+    assert solved.format(*counts, *(cells[name][FISHER] for name in names[1:])) in said
+    runs = {name: {(r.seed, r.learning_rate): r for r in [*m.tried, *m.runs]} for name, m in longer.models.items()}
+    of_all = [
+        f"{sum(run.result.losses.test.token_accuracy >= MASTERED for run in runs[name].values())} of {len(runs[name])}"
+        for name in names[:2]
+    ]
+    assert "softmax solves it in {} and **sigmoid in {}**".format(*of_all) in said
 
 
 def test_page_says_what_tuning_gained(published):
