@@ -615,6 +615,7 @@ def published() -> dict[str, Outcome]:
     return outcomes
 
 
+TASKS = ("tasks-recall", "tasks-induction")
 # Contrasts that the page computes after the fact: folder, scale, models, and the models to compare them with
 CONTRASTS = [
     ("ladder/blocks", "83k", ["post norm with relu after sums"], ["post norm"]),
@@ -777,7 +778,7 @@ def test_page_says_what_the_eight_models_of_blocks_show(published):
         "{:.1f} core-hours",
     )
     texts |= dict.fromkeys(["softmax-english", "matrix-docstrings", "tasks-induction-steps"], "({:.1f} core-hours)")
-    texts |= {"tasks-recall-matrix": "(the second comparison: {:.1f})"}
+    texts |= {"tasks-recall-matrix": "the second comparison: {:.1f})"}
     for folder, text in texts.items():
         models = [model for scale in published[folder].scales.values() for model in scale.models.values()]
         seconds = sum(run.result.machine.seconds for model in models for run in [*model.tried, *model.runs])
@@ -832,52 +833,41 @@ def test_page_says_what_350_tokens_for_each_parameter_show(published):
 
 
 def test_page_counts_seeds_that_learn(published):
-    found = [accuracy_cells(results) for results in published["tasks-recall"].scales.values()]
-    counts = {name: [cells[name][LEARNED] for cells in found] for name in found[0]}
-    rows = re.findall(r"^\| (.*) \| \**(\d of 5)\** \| \**(\d of 5)\** \|$", PAGE.read_text(), flags=re.MULTILINE)
-    names = ["softmax", "sigmoid", "relu", "nonlinear queries"], ["linear attention"], ["fourth matrix"]
-    assert [set(map(tuple, (counts[name] for name in each))) for each in names] == [{(a, b)} for _, a, b in rows]
-    assert all(name in row for each, (row, *_) in zip(names, rows) for name in each)
-    ends = [found[1][name]["accuracy (%)"].partition("(")[2][:-1] for name in ("linear attention", "fourth matrix")]
-    said = "linear attention still names {} % of the values, the fourth matrix {} % (Fisher's exact test, Holm p {} at"
-    page = " ".join(PAGE.read_text().split())
-    assert said.format(*ends, found[1]["fourth matrix"][FISHER]) in page
+    section = PAGE.read_text().partition("## Synthetic tasks")[2].partition("\n## ")[0]
+    found = [accuracy_cells(results) for folder in TASKS for results in published[folder].scales.values()]
+    rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| ")][1:]
+    accuracy = "accuracy (%)"
+    assert {name.partition(",")[0]: cells for name, *cells in rows} == {
+        name: [f"{cells[name][accuracy].partition(' ')[0]}, {cells[name][LEARNED][0]}" for cells in found]
+        for name in found[0]
+    }
+    recall, said = accuracy_cells(published["tasks-recall"].largest), " ".join(section.split())
+    p_values = {name: float(cells[FISHER]) for name, cells in recall.items() if name != "softmax"}
+    assert [name for name, p in p_values.items() if p < 0.05] == ["fourth matrix"]
+    assert f"worse than softmax by Fisher's exact test (Holm p {p_values['fourth matrix']:.2g})" in said
     # A second comparison, with other seeds, says why
     cells = accuracy_cells(published["tasks-recall-matrix"].largest)
     without = {cells[name][LEARNED] for name in ("softmax", "matrix")}
     with_factor = {cells[name][LEARNED] for name in ("factor", "matrix and factor")}
     assert without == {"5 of 5"} and with_factor == {"0 of 5"}
-    p_values = {cells[name][FISHER] for name in ("factor", "matrix and factor")}
-    assert (
-        f"with the factor 0 of 5 seeds, with or without the matrix, and without it 5 of 5 (Holm p {p_values.pop()})"
-        in page
-    )
-    assert not p_values
+    (p,) = {cells[name][FISHER] for name in ("factor", "matrix and factor")}
+    assert f"with the factor 0 of 5 seeds, with or without the matrix, and without it 5 of 5 (Holm p {p})" in said
 
 
-def test_page_says_how_many_words_induction_names(published):
-    section = PAGE.read_text().partition("### Induction")[2].partition("\n## ")[0]
-    rows = {
-        name: ends for name, *ends in re.findall(r"^\| (.*) \| (.* to .*) \| (.* to .*) \|$", section, re.MULTILINE)
-    }
-    rows = {re.sub("^additive | with a factor.*", "", name): ends for name, ends in rows.items()}
-    found = [accuracy_cells(results) for results in published["tasks-induction"].scales.values()]
-    assert rows == {
-        name: [re.search(r"\((.*)\)", cells[name]["accuracy (%)"])[1] for cells in found] for name in found[0]
-    }
-    assert sum(int(cell[LEARNED].partition(" ")[0]) for cells in found for cell in cells.values()) == 1
-    longer = published["tasks-induction-steps"].largest
-    cells, said = accuracy_cells(longer), " ".join(section.split())
-    solved = "softmax solves it in {} seeds, sigmoid in {} and relu in {}: no difference is found (Holm p {} and {})."
+def test_page_says_what_more_steps_of_induction_show(published):
+    results = published["tasks-induction-steps"].largest
+    cells, said = accuracy_cells(results), " ".join(PAGE.read_text().split())
     names = ("softmax", "sigmoid", "relu")
-    counts = cells["softmax"][LEARNED], *(cells[name][LEARNED].partition(" ")[0] for name in names[1:])
-    assert solved.format(*counts, *(cells[name][FISHER] for name in names[1:])) in said
-    runs = {name: {(r.seed, r.learning_rate): r for r in [*m.tried, *m.runs]} for name, m in longer.models.items()}
-    of_all = [
-        f"{sum(run.result.losses.test.token_accuracy >= MASTERED for run in runs[name].values())} of {len(runs[name])}"
-        for name in names[:2]
-    ]
-    assert "softmax solves it in {} and **sigmoid in {}**".format(*of_all) in said
+    solved = (
+        "softmax solves it in {} of 5 seeds, sigmoid in {} and relu in {}: no difference is found (Holm p {} and {})."
+    )
+    counts, p_values = [cells[name][LEARNED][0] for name in names], [cells[name][FISHER] for name in names[1:]]
+    assert solved.format(*counts, *p_values) in said
+    shares = []
+    for model in (results.models[name] for name in names[:2]):
+        runs = {(run.seed, run.learning_rate): run.result.losses.test for run in [*model.tried, *model.runs]}
+        shares.append(f"{sum(loss.token_accuracy >= MASTERED for loss in runs.values())} of {len(runs)}")
+    assert "at three rates, softmax solves it in {} and **sigmoid in {}**".format(*shares) in said
 
 
 def test_page_says_what_tuning_gained(published):
