@@ -77,6 +77,11 @@ class RunOutcome:
     def diverged(self) -> bool:
         return self.test_loss is None
 
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers in the test of a synthetic task; 0 if the run diverged."""
+        return 0.0 if self.diverged else self.result.losses.test.token_accuracy or 0.0
+
 
 @dataclass(frozen=True)
 class ModelOutcome:
@@ -183,10 +188,7 @@ class ScaleOutcome:
         """The accuracy of each seed of each model on a synthetic task; nothing for text."""
         if self.objective.has_parts:
             return {}
-        return {
-            name: [0.0 if run.diverged else run.result.losses.test.token_accuracy or 0.0 for run in model.runs]
-            for name, model in self.models.items()
-        }
+        return {name: [run.accuracy for run in model.runs] for name, model in self.models.items()}
 
     @property
     def tested(self) -> list[str]:

@@ -29,6 +29,7 @@ _LOW, _HIGH = 0.05, 0.95
 # With interim analyses: p times the number of models over the share of alpha that the analysis spends
 BONFERRONI = "Bonferroni p"
 LEARNED = "seeds at 99 %"
+LEARNED_RUNS = "runs at 99 %"
 FISHER = "Fisher p"
 
 
@@ -90,7 +91,7 @@ def accuracy_cells(results: ScaleOutcome) -> dict[str, dict[str, str]]:
     p_values = {name: learned_p(base, values) for name, values in of_models.items() if name != results.baseline}
     corrected, cells = dict(zip(p_values, holm(p_values.values()))), {}
     for name, values in of_models.items():
-        steps, gain = [run.history.mastered_at for run in results.models[name].runs], NOTHING
+        model, gain = results.models[name], NOTHING
         ends = f"{100 * min(values):.1f} to {100 * max(values):.1f}"
         is_between = all(_LOW <= value <= _HIGH for value in (*base, *values))
         if name in corrected and is_between and 1 < len(base) == len(values):
@@ -99,16 +100,23 @@ def accuracy_cells(results: ScaleOutcome) -> dict[str, dict[str, str]]:
         cells[name] = {
             "accuracy (%)": f"{100 * statistics.fmean(values):.1f} ({ends})",
             "accuracy gain (points)": gain,
-            LEARNED: f"{sum(value >= MASTERED for value in values)} of {len(values)}",
+            LEARNED: f"{_count_learned(values)} of {len(values)}",
             FISHER: number(corrected.get(name), ".2g"),
-            "steps to 99 %": _median(steps, ",.0f"),
+            "steps to 99 %": _median([run.history.mastered_at for run in model.runs], ",.0f"),
         }
+        if results.has_choice:
+            of_all = [run.accuracy for run in (*model.tried, *model.runs)]
+            cells[name][LEARNED_RUNS] = f"{_count_learned(of_all)} of {len(of_all)}"
     return cells
+
+
+def _count_learned(accuracies: Iterable[float]) -> int:
+    return sum(accuracy >= MASTERED for accuracy in accuracies)
 
 
 def learned_p(base: list[float], values: list[float]) -> float:
     """Returns the two-sided p of Fisher's exact test (1922) on the numbers of seeds that learn the task."""
-    learned = [sum(value >= MASTERED for value in row) for row in (base, values)]
+    learned = [_count_learned(row) for row in (base, values)]
     return float(stats.fisher_exact([learned, [len(base) - learned[0], len(values) - learned[1]]]).pvalue)
 
 
@@ -332,7 +340,8 @@ _IMPROVEMENTS_CAPTION = (
 ACCURACY_NOTE = (
     f"A seed learns a task if its accuracy in the test is {MASTERED:.0%} or more. Fisher's exact test compares the "
     "number of such seeds with the baseline's, corrected by Holm's method for the models of a scale. Steps to 99 % "
-    "are the median over seeds whose evaluations while training reached it. Differences in accuracy have 95 % t "
+    "are the median over seeds whose evaluations while training reached it. Runs at 99 % count those of all learning "
+    "rates that were tried. Differences in accuracy have 95 % t "
     f"intervals where every seed lies between {_LOW:.0%} and {_HIGH:.0%}."
 )
 INTERACTIONS_CAPTION = (

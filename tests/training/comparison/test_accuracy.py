@@ -39,16 +39,19 @@ class PreparingEngine(PlantedEngine):
         return InlineEngine.prepare_data(self, scale, folder)
 
 
+def with_accuracy(run, accuracy):
+    test = replace(run.result.losses.test, token_accuracy=accuracy, loss_parts=None)
+    result = replace(run.result, losses=replace(run.result.losses, test=test))
+    at = 100 + run.seed if accuracy >= 0.99 else None
+    return replace(run, result=result, history=replace(run.history, mastered_at=at))
+
+
 def with_accuracies(results, accuracies):
+    """Gives the reported runs these accuracies, and all others 1."""
     models = {}
     for name, model in results.models.items():
-        runs = []
-        for run, accuracy in zip(model.runs, accuracies[name]):
-            test = replace(run.result.losses.test, token_accuracy=accuracy, loss_parts=None)
-            result = replace(run.result, losses=replace(run.result.losses, test=test))
-            at = 100 + run.seed if accuracy >= 0.99 else None
-            runs.append(replace(run, result=result, history=replace(run.history, mastered_at=at)))
-        models[name] = replace(model, runs=runs)
+        runs = [with_accuracy(run, accuracy) for run, accuracy in zip(model.runs, accuracies[name])]
+        models[name] = replace(model, runs=runs, tried=[with_accuracy(run, 1.0) for run in model.tried])
     return replace(results, models=models)
 
 
@@ -58,7 +61,7 @@ def test_reports_count_the_seeds_that_learn(make, tmp_path):
     cells = accuracy_cells(results)
     assert [row["seeds at 99 %"] for row in cells.values()] == ["3 of 4", "0 of 4", "0 of 4"]
     assert [row["steps to 99 %"] for row in cells.values()] == ["101", NOTHING, NOTHING]
-    assert cells["base"]["accuracy (%)"] == "79.8 (20.0 to 100.0)"
+    assert cells["base"]["accuracy (%)"] == "79.8 (20.0 to 100.0)" and "runs at 99 %" not in cells["base"]
     # All of the 3 seeds that learn belong to one model, and Holm's method doubles p
     p = 2 * math.comb(4, 3) / math.comb(8, 3)
     assert learned_p(ACCURACIES["base"], ACCURACIES["twin"]) == pytest.approx(p)
@@ -76,6 +79,14 @@ def test_reports_count_the_seeds_that_learn(make, tmp_path):
     assert [path.name for path in (tmp_path / "report" / "figures").iterdir()] == ["task_curves.png"]
     assert f"Seeds that learned the task: base 3 of 4, twin 0 of 4 (Holm p {2 * p:.2g}), half 0 of 4 (Holm p" in text
     assert "Fisher's exact test" in text and "the rows of the test are taken as they are" in text
+
+
+def test_reports_count_the_runs_of_all_rates_that_learn(make, tmp_path):
+    plan = make(learning_rates=[1.0e-3, 2.0e-3, 4.0e-3])
+    results = run_comparison(plan, tmp_path / "run", PlantedEngine(lambda scale, run: 2.0)).largest
+    cells = accuracy_cells(with_accuracies(results, ACCURACIES))
+    assert [row["seeds at 99 %"] for row in cells.values()] == ["3 of 4", "0 of 4", "0 of 4"]
+    assert [row["runs at 99 %"] for row in cells.values()] == ["11 of 12", "8 of 12", "8 of 12"]
 
 
 def test_reports_on_text_have_no_accuracies(make_file, tmp_path):
