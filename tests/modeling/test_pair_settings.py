@@ -70,22 +70,31 @@ def test_a_field_of_one_half_leaves_the_others_as_saved(way, saved):
     assert (config.encoder.num_hidden_layers, config.decoder.num_hidden_layers) == (3, 2)
 
 
-@pytest.mark.parametrize(
-    "setting", [{}, {"output_hidden_states": True}, {"output_attentions": True}, {"use_cache": False}]
-)
-@pytest.mark.parametrize("given", [{}, {"output_hidden_states": False, "output_attentions": False, "use_cache": True}])
+OUTPUT_SETTINGS = [{}, {"output_hidden_states": True}, {"output_attentions": True}, {"use_cache": False}]
+
+
+@pytest.mark.parametrize("given", [None, False, True])
+@pytest.mark.parametrize("setting", OUTPUT_SETTINGS)
 def test_outputs_are_those_of_bart(setting, given, saved):
     """BART's halves share one configuration. Arguments of a call go before it."""
-    sizes = {f"{half}_{name}": 1 for half in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes = {"encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 1, "decoder_attention_heads": 1}
     bart = BartForConditionalGeneration(BartConfig(vocab_size=64, d_model=16, **sizes, attn_implementation="eager"))
     loaded = AutoModelForSeq2SeqLM.from_pretrained(saved, attn_implementation="eager")
-    given = {name: value for name, value in given.items() if name in setting}
     for model in (bart, loaded):
         for name, value in setting.items():
             setattr(model.config, name, value)
-    ids = torch.arange(3, 8)[None]
-    returned = [set(model.eval()(input_ids=ids, decoder_input_ids=ids, **given)) for model in (bart, loaded)]
+    ids, arguments = torch.arange(3, 8)[None], {} if given is None else dict.fromkeys(setting, given)
+    returned = [
+        {name: len(value) if isinstance(value, tuple) else None for name, value in outputs.items()}
+        for outputs in (model.eval()(input_ids=ids, decoder_input_ids=ids, **arguments) for model in (bart, loaded))
+    ]
     assert returned[0] == returned[1]
+
+
+def test_outputs_of_one_half(saved):
+    model = AutoModelForSeq2SeqLM.from_pretrained(saved, encoder={"output_hidden_states": True}).eval()
+    outputs = model(input_ids=torch.arange(3, 8)[None], decoder_input_ids=torch.arange(3, 8)[None])
+    assert len(outputs.encoder_hidden_states) == 4 and outputs.decoder_hidden_states is None
 
 
 def test_a_whole_half_and_a_width():

@@ -330,5 +330,5 @@ def _name_in(content: Mapping[str, Any], path: Path) -> str:
     name = content.get("name")
     if not isinstance(name, bool):
         name = " ".join(str(name or path.stem).split())
-    check_name(f"{path}: name" if content.get("name") else f"{path}: set name, because the file's is refused:", name)
+    check_name(f"{path}: set name, because the file's is refused:" if name == path.stem else f"{path}: name", name)
     return name

@@ -340,8 +340,8 @@ _IMPROVEMENTS_CAPTION = (
 ACCURACY_NOTE = (
     f"A seed learns a task if its accuracy in the test is {MASTERED:.0%} or more. Fisher's exact test compares the "
     "number of such seeds with the baseline's, corrected by Holm's method for the models of a scale. Steps to 99 % "
-    "are the median over seeds whose evaluations while training reached it. Runs at 99 % count those of all learning "
-    "rates that were tried. Differences in accuracy have 95 % t "
+    "are the median over seeds whose evaluations while training reached it. Runs at 99 % are those of all rates and "
+    "points tried, which models may search differently. Differences in accuracy have 95 % t "
     f"intervals where every seed lies between {_LOW:.0%} and {_HIGH:.0%}."
 )
 INTERACTIONS_CAPTION = (

@@ -789,7 +789,10 @@ def test_page_says_what_the_factor_alone_shows(published):
     outcome, (primary,) = published["matrix-docstrings"], published["matrix-docstrings"].primary
     section = " ".join(PAGE.read_text().partition("## [Encoder and decoder]")[2].partition("\n## ")[0].split())
     effects = outcome.largest.statistics.effects
-    assert {name: effect.verdict for name, effect in effects.items()} == dict.fromkeys(effects, Verdict.BETTER)
+    for model, row in {"factor": "factor in all", "matrix": "factor and fourth matrix in all"}.items():
+        value, (low, high) = effects[model].loss_improvement, effects[model].loss_improvement_interval
+        assert effects[model].verdict == Verdict.BETTER
+        assert f": {row} | **{value:+.2f} [{low:+.2f}, {high:+.2f}]** |" in section
     low, high = primary.test.interval
     assert primary.test.verdict == "cannot tell"
     assert f"cannot tell: {-primary.test.value:+.2f} % [{-high:+.2f}, {-low:+.2f}]" in section
