@@ -38,8 +38,7 @@ def sdpa_with_sink_forward(
     sink's key, 0 in the other keys, `b` in every query. More columns of 0 keep the width of the head a multiple of 8,
     which CUDA's kernels need.
     """
-    # Transformers' function cannot infer a size of an empty batch, and its copies of padded keys would fix an exported
-    # length
+    # Transformers' function infers no size of an empty batch, and its copies of padded keys fix an exported length
     has_fixed_length = torch.compiler.is_exporting() and module.sink is not None and module.num_key_value_groups > 1
     if query.shape[0] == 0 or has_fixed_length:
         inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The value of `attn_implementation` that leaves the choice of a backend to each layer and call
+# The value of `attn_implementation` that leaves the backend to each layer and call
 AUTOMATIC = "nlq"
 
 # What an `attention_gate` reads and how; they mean nothing without it
@@ -418,7 +418,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
             return float(self.attention_scaling)
         if self.qk_norm == "l2":
             return 1.0  # a learned scale replaces it
-        # The paper has `Q(X) = (X + f(X)) / 2`. Here the factor contains the 1/2, and `Q(X) = X + f(X)`
+        # The paper has `Q(X) = (X + f(X)) / 2`; here this factor contains the 1/2
         return (0.5 if PROJECTIONS[self.query_projection].identity else 1.0) / math.sqrt(self.head_dim)
 
     # Transformers calls each `validate_...`

@@ -127,10 +127,7 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
         for name in ("vocab_size", "hidden_size"):
             sizes = [getattr(half, name) for half in (self.encoder, self.decoder)]
             if self.tie_word_embeddings and sizes[0] != sizes[1]:
-                raise ValueError(
-                    f"tie_word_embeddings=True shares one embedding, but {name} is {sizes[0]} in the encoder and "
-                    f"{sizes[1]} in the decoder"
-                )
+                raise ValueError(f"tie_word_embeddings=True: {name} of encoder and decoder, {sizes}, must be equal")
         if (start := self.decoder_start_token_id) is not None and not 0 <= start < self.vocab_size:
             raise ValueError(f"decoder_start_token_id={start} must be from 0 to below vocab_size={self.vocab_size}")
 

@@ -722,7 +722,7 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
             cls.__module__, cls.__name__ = cls.__bases__[-1].__module__, cls.__bases__[-1].__name__
 
     def _initialize_weights(self, module, is_custom_code=False):
-        # diff with PreTrainedModel, which passes over a module without parameters: a part may set its inner ones
+        # diff with PreTrainedModel, which skips a module without parameters: a part may set its inner ones
         is_part = isinstance(module, AttentionPart) and type(module).initialize is AttentionPart.initialize
         super()._initialize_weights(module, is_custom_code and not is_part)
 

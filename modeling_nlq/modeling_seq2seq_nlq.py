@@ -46,7 +46,7 @@ class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         return super().resize_token_embeddings(*args, **kwargs)
 
     def tie_weights(self, missing_keys=None, recompute_mapping=True):
-        # diff with PreTrainedModel: PEFT unties a head that it merges, and the file holds the halves' embedding once
+        # diff with PreTrainedModel: PEFT unties a merged head, and files hold the halves' embedding once
         super().tie_weights(missing_keys, recompute_mapping)
         for name in [name for name in missing_keys or () if name.endswith("decoder.embed_tokens.weight")]:
             if name.replace("decoder", "encoder") not in missing_keys:
@@ -102,9 +102,9 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         if attention_mask is None:
             reason = "cannot be a source: each target would see all of them; give one text per row"
             refuse_packed(find_packed_documents(position_ids), reason)
-        # `capture_outputs` reads each half's own configuration
-        outer = {name: getattr(self.config, name) for name in ("output_attentions", "output_hidden_states")}
-        kwargs = {name: value for name, value in outer.items() if value} | kwargs
+        for name in ("output_attentions", "output_hidden_states"):  # `capture_outputs` asks the halves
+            if asked := getattr(self.config, name):
+                kwargs.setdefault(name, asked)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, use_cache=False, **kwargs

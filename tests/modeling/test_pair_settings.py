@@ -119,7 +119,7 @@ def test_a_whole_half_and_a_width():
         ({"encoder": {"is_causal": True}}, "encoder: is_causal=True must be False, or left out"),
         ({"decoder": {"add_cross_attention": False}}, "decoder: add_cross_attention=False must be True"),
         ({"decoder": {"cross_attention_hidden_size": 8}}, "cross_attention_hidden_size=8 must be 16, or left out"),
-        ({"encoder": {**HALF, "vocab_size": 20}}, "shares one embedding, but vocab_size is 20 in the encoder"),
+        ({"encoder": {**HALF, "vocab_size": 20}}, r"vocab_size of encoder and decoder, \[20, 64\], must be equal"),
     ],
 )
 @pytest.mark.parametrize("way", ["constructor", "from_pretrained", "model"])
