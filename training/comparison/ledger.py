@@ -67,10 +67,10 @@ class RunRow(Value):
 class VerdictRow(Value):
     """A model beside its baseline, at one scale or under one condition.
 
-    `improvement` is that of the test loss in percent of the baseline's; `low` and `high` are the ends of its interval.
-    `p` is corrected for `family` tests. `formula` and `arxiv` (ids of papers) describe switches; other changes have
-    none. `noise` is the standard deviation of the baseline's loss over seeds, in percent. `time_ratio` is the training
-    time of the model over that of the baseline.
+    `improvement`, from `low` to `high`, is the decrease of the test loss in percent of the baseline's. `p` is
+    corrected for `family` tests. Only switches have a `formula` and `arxiv` (ids of papers). `noise` is the standard
+    deviation of the baseline's loss over seeds, in percent. `time_ratio` divides the model's training time by the
+    baseline's.
     """
 
     scale: str | None

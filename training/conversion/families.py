@@ -225,7 +225,7 @@ class Family:
 
 # Fields of any Transformers model, and of its head
 _LIBRARY_FIELDS = ("id2label", "label2id", "problem_type", "classifier_dropout", "token_classification_bias")
-# Fields of published checkpoints that do not change the outputs, or from which a configuration derives those that do
+# Fields of published checkpoints that leave the outputs unchanged, or that a configuration derives others from
 _WITHOUT_EFFECT = (
     "auto_map",
     *(f"{kind}_token" for kind in ("bos", "cls", "eos", "mask", "pad", "sep", "unk")),  # as text; the ids count

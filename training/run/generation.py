@@ -33,7 +33,7 @@ def generate_text(
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(seed)
     is_pair = loaded.config.is_encoder_decoder
-    # As in training: some tokenizers would end the prompt with end-of-text, in which only sources end
+    # As in training, where only a source has end-of-text: some tokenizers add it
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError("the prompt is empty")

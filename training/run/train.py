@@ -297,7 +297,7 @@ def _write_results(trainer: RecordingTrainer, recipe: Recipe, result: RunResult)
     if conversion is not None:
         write_text(folder / CONVERSION_FILE, json.dumps(conversion, indent=2) + "\n")
     if result.losses.diverged_at is None:
-        # With a LoRA, the saved model is smaller than the one that was trained
+        # A saved LoRA is smaller than the trained model
         size = result.size if recipe.lora is None else size_of(model)
         name = folder.resolve().name
         card = render(name, model.config, size, recipe.to_dict(), result, conversion, has_plot=True)
