@@ -48,8 +48,8 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         LinearAttentionLayer.__init__(self, number_of_states=len(LinearState._fields) + MOST_CONVOLUTIONS)
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
-        # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`, which needs no
-        # waiting for a device, and is no constant for `torch.export`
+        # In a dynamic cache an empty tensor, `(tokens, 0)`: reading its length neither waits for a device nor makes it
+        # a constant of `torch.export`
         self.seen_tokens: Tensor | None = None
         self.cumulative_length: Tensor | None = None  # `(1,)`, the number of tokens in a static cache
 

@@ -409,7 +409,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
 
     @property
     def changes_stream(self) -> bool:
-        """Whether a part of a layer changes the residual stream, for which all layers return what they add to it."""
+        """Whether a part of a layer changes the residual stream; then all layers return what they add to it."""
         return any(part.has_hook("change_residual") for layer in self.distinct_layers for part in parts_of(layer))
 
     @property

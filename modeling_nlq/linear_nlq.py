@@ -184,7 +184,7 @@ def _chunked_sums(inputs, state, chunk_size) -> tuple[Tensor, Tensor, LinearStat
     if state is None:
         state = LinearState(*(torch.zeros_like(part[:, :, 0]) for part in added))
     states = []
-    # Unbound, not indexed, which would be quadratic: its gradient has the size of all chunks
+    # Unbound: the gradient of an index has the size of all chunks, which would make this quadratic
     for decay, numerator, denominator in zip(*(part.unbind(dim=2) for part in (chunk_decay, *added))):
         states.append(state)
         decayed = (state.numerator * decay[..., None, None], state.denominator * decay[..., None])
@@ -421,7 +421,7 @@ def linear_attention(
     def split(states, dim) -> Iterable[Tensor | None]:
         if states is None:
             return itertools.repeat(None)
-        # Split, not sliced, which would be quadratic: its gradient has the size of the whole
+        # Split: the gradient of a slice has the size of the whole, which would make this quadratic
         return [states] if size is None else states.split(size, dim)
 
     rates = (None, None)

@@ -102,7 +102,7 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         if attention_mask is None:
             reason = "cannot be a source: each target would see all of them; give one text per row"
             refuse_packed(find_packed_documents(position_ids), reason)
-        for name in ("output_attentions", "output_hidden_states"):  # `capture_outputs` asks the halves
+        for name in ("output_attentions", "output_hidden_states"):  # `capture_outputs` reads the halves' own
             if asked := getattr(self.config, name):
                 kwargs.setdefault(name, asked)
         if encoder_outputs is None:

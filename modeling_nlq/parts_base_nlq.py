@@ -139,7 +139,7 @@ class AttentionPart(nn.Module):
 
     state_size = 0  # numbers that it keeps in the cache for each token and group of keys
     needs_exact_output = False  # whether `change_output` must get outputs in float32, but for flash attention
-    # How `nlq convert` adds it without effect: `"zero"` sets its parameters to 0, or why it cannot
+    # How `nlq convert` adds it without changing outputs: `"zero"` sets its parameters to 0, or why it cannot
     start = "it has no start without effect"
 
     def __init__(self, config, layer_idx: int):

@@ -292,7 +292,7 @@ def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
 
 
 def as_written(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the defaults of a recipe, except those that are others in comparisons."""
+    """Drops the defaults of a recipe, except where comparisons have other defaults."""
     others = {"test_fraction": recipe.get("test_fraction", Recipe.test_fraction)}
     return without_defaults(recipe) | others | _stability(recipe, recipe.get("record_stability", False))
 

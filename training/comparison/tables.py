@@ -26,7 +26,7 @@ _ABSURD = 100.0
 # Accuracies between which a t interval has a meaning
 _LOW, _HIGH = 0.05, 0.95
 
-# With interim analyses: p times the number of models over the share of alpha that the analysis spends
+# With interim analyses: p times the number of models, divided by the share of alpha that the analysis spends
 BONFERRONI = "Bonferroni p"
 LEARNED = "seeds at 99 %"
 LEARNED_RUNS = "runs at 99 %"
@@ -190,7 +190,7 @@ def points_sentence(results: ScaleOutcome) -> str:
 
 
 def tuning_gain(model: ModelOutcome) -> str:
-    """Returns mean and standard deviation over seeds of the percent by which tuning lowered the test loss."""
+    """Returns by how many percent tuning lowered the test loss, as mean and standard deviation over seeds."""
     pairs = [(run.test_loss, model.untuned[run.seed].test_loss) for run in model.runs if run.seed in model.untuned]
     gains = [100 * (own - loss) / own for loss, own in pairs if loss is not None and own]
     deviation = f" ± {statistics.stdev(gains):.1f}" if len(gains) > 1 else ""

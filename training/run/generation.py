@@ -24,7 +24,7 @@ def generate_text(
 ) -> str:
     """Continues a text with a saved model; an encoder and decoder writes the target for the prompt.
 
-    A special token in the prompt is read as one. By default there are 100 new tokens, or as many as the model has
+    A special token in the prompt is read as one. By default it generates 100 tokens, or as many as the model has
     positions for. A temperature of 0 takes the likeliest token each time, a `top_k` of 0 samples among all. Raises
     `ValueError` for an empty prompt, or one that leaves no position.
     """
@@ -33,7 +33,7 @@ def generate_text(
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(seed)
     is_pair = loaded.config.is_encoder_decoder
-    # As in training, where only a source has end-of-text: some tokenizers add it
+    # As in training: some tokenizers append end-of-text, which belongs to sources alone
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError("the prompt is empty")

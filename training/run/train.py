@@ -58,7 +58,7 @@ _STABILITY_BLOCKS = 2
 def train_recipe(
     recipe: Recipe, tokenizer_folder: Path | None = None, callbacks: Sequence[TrainerCallback] = ()
 ) -> RunResult:
-    """Trains, evaluates and saves; goes on from the last complete checkpoint of the same recipe.
+    """Trains, evaluates and saves a model, and resumes from the last complete checkpoint of the same recipe.
 
     A run whose loss becomes infinite or NaN stops there and saves no weights. `tokenizer_folder` holds a tokenizer
     that several runs share.
