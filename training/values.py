@@ -67,9 +67,10 @@ def from_json(kind: Any, value: Any, path: str = "") -> Any:
     if origin in (UnionType, Union):
         return None if value is None else from_json(parts[0], value, path)
     if isinstance(kind, EnumType) or origin is Literal:
-        if value not in (parts or [*kind]):
-            raise _wrong(path[:-1], value, kind)
-        return value if parts else kind(value)
+        try:
+            return parts[parts.index(value)] if parts else kind(value)  # which may read what older files say
+        except ValueError:
+            raise _wrong(path[:-1], value, kind) from None
     is_allowed = isinstance(value, _KINDS.get(origin, (dict,))[0])
     if is_allowed and origin in (int, float):
         is_allowed = not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -14,6 +14,7 @@ from modeling_nlq.training.comparison.config import (
     ScaleConfig,
     SearchConfig,
 )
+from modeling_nlq.training.comparison.inference import Verdict
 from modeling_nlq.training.result import Attention, Data, Evaluation, Losses, Machine, RunResult
 from modeling_nlq.training.run.recipe import Recipe, load_recipe
 from modeling_nlq.training.run.run_folder import RunProgress
@@ -65,6 +66,12 @@ def test_field_of_another_type(kind, name, wrong):
 def test_field_of_another_type_in_json(kind, name, wrong):
     with pytest.raises(ValueError, match=rf"^file: {name}={re.escape(repr(wrong))} must be [^\n]+$"):
         from_json(kind, JSON[kind] | {name: wrong}, "file: ")
+
+
+def test_verdicts_of_older_files():
+    assert from_json(Verdict, "diverged in 1 of 3 runs") is Verdict.SOME_DIVERGED
+    with pytest.raises(ValueError, match=r"^verdict='diverging' must be "):
+        from_json(Verdict, "diverging", "verdict.")
 
 
 @pytest.mark.parametrize(

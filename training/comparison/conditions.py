@@ -18,6 +18,7 @@ from .sections import Axis
 from .trend import Trend, judge_slope, slope_weights, welch_sum
 
 
+FEW_SEEDS = "fewer than two common seeds"
 # Weights of losses, by scale or condition and by model
 Weights = Mapping[str, Mapping[str, float]]
 # A model, and a scale or condition, two conditions, or None for a trend
@@ -113,8 +114,10 @@ def sum_test(
         needed = {*used, *((name, analyses[name].baseline) for name in group)}
         seeds = sorted(set.intersection(*(set(losses[name][model]) for name, model in needed)))
         if len(seeds) < 2:
-            return SumTest(SumVerdict.NOT_TESTED, "fewer than two common seeds", margin=margin)
+            return SumTest(SumVerdict.NOT_TESTED, FEW_SEEDS, margin=margin)
         of = {(name, model): np.array([losses[name][model][seed] for seed in seeds]) for name, model in needed}
+        if not all(of[name, analyses[name].baseline].any() for name in group):
+            return SumTest(SumVerdict.NOT_TESTED, "the baseline's loss is 0", margin=margin)
         percent = {name: 100 / of[name, analyses[name].baseline].mean() for name in group}
         parts.append(sum(group[name][model] * percent[name] * of[name, model] for name, model in used))
     estimate = welch_sum(parts)

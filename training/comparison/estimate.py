@@ -14,7 +14,7 @@ from ..run.threads import choose_threads
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
 from .comparison import Comparison, Variant, heights_of
-from .conditions import plan_primary, planned_noise
+from .conditions import FEW_SEEDS, plan_primary, planned_noise
 from .inference import ALPHA, alpha_of_last, noise_range, smallest_difference
 from .local import environment_of_one_run
 
@@ -87,8 +87,12 @@ def _describe_primary(plan: Comparison, noise_floor: float | None) -> Iterator[s
     for primary in planned:
         title = f"primary test {primary.name}".strip()
         yield f"{title}: {primary.about}; first, at 5 % {correction}"
-        runs = {name: len(plan.scales[name].seeds) for name in primary.weights}
+        seeds = {name: set(plan.scales[name].seeds) for name in primary.weights}
+        if primary.is_paired:
+            seeds = dict.fromkeys(seeds, set.intersection(*seeds.values()))
+        runs = {name: len(each) for name, each in seeds.items()}
         if (fewest := min(runs.values())) < 2:
+            yield f"{title}: it will not be tested: {FEW_SEEDS}"
             continue
         noise, alpha = planned_noise(primary, runs), ALPHA / tests  # as if it had the smallest p
         value = _in_floors(noise.smallest(alpha, _POWER), noise_floor, fewest)

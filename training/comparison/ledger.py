@@ -169,7 +169,7 @@ def _verdict_row(place: Mapping[str, str | None], name: str, scale: ScaleOutcome
         arxiv=arxiv,
         non_embedding=model.size.non_embedding,
         tokens=scale.tokens_per_run,
-        optimizer=model.given.get("optimizer") or scale.comparison["recipe"].get("optimizer") or "adamw",
+        optimizer=_optimizer(scale.comparison["recipe"], model.given),
         seeds=effect.pairs,
         improvement=effect.loss_improvement,
         low=low,
@@ -181,6 +181,11 @@ def _verdict_row(place: Mapping[str, str | None], name: str, scale: ScaleOutcome
         time_ratio=seconds[0] / seconds[1] if all(seconds) else None,
         version=model.runs[0].result.machine.versions.get("nlq", ""),
     )
+
+
+def _optimizer(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    training = {**(recipe.get("training") or {}), **(given.get("training") or {})}
+    return {**recipe, **given}.get("optimizer") or training.get("optim") or "adamw"
 
 
 def _origin(given: Mapping[str, Any], of_baseline: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -18,6 +18,7 @@ from matplotlib import rc_context, rcParamsDefault
 from scipy import stats
 
 from modeling_nlq import NLQConfig
+from modeling_nlq.configuration_seq2seq_nlq import DIRECTIONS
 
 from ...configuration import find, names
 from ..disk import add_to_manifest, write_text
@@ -258,8 +259,9 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
         model, baseline = (_settings(with_sections(recipe, at_place.models[each], name)) for each in both)
         change = {key: model.get(key, _NOT_SET) for key in _differing(model, baseline)}
         for key in filter(_is_size, change):
-            sizes = [value if isinstance(value := each.get(key), int) else 0 for each in (model, baseline)]
-            change[key] = "larger" if sizes[0] > sizes[1] else "smaller"
+            sizes = [each.get(key) for each in (model, baseline)]
+            if None not in sizes:  # else a model of one's own, whose default is not known here
+                change[key] = "larger" if sizes[0] > sizes[1] else "smaller"
         change["match"] = at_place.models[row.model].match_in(config)
         common = {key: baseline[key] for key in baseline if key.partition(".")[0] in _COMMON and not _is_size(key)}
         runs = [run for run in ledger.runs if run.is_reported and run.model in both and place_of(run) == place]
@@ -268,12 +270,23 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a recipe and of its model's configuration, if that is a shipped one, without defaults."""
+    """Returns the fields of a recipe and of its model's configuration, if that is a shipped one.
+
+    Leaves out defaults, but not of sizes, and has the sizes that follow from others.
+    """
     content, defaults = without_defaults(recipe), {}
     if content.get("model") in names("models"):
-        content["switches"] = merged(read_json(find("models", content.pop("model"))), recipe["switches"])
-        defaults = {f"switches.{name}": field.default for name, field in NLQConfig.__dataclass_fields__.items()}
+        switches = merged(read_json(find("models", content.pop("model"))), recipe["switches"])
+        halves = {half: _with_sizes(switches[half]) for half in DIRECTIONS if half in switches}
+        content["switches"] = switches | halves if halves else _with_sizes(switches)
+        fields = NLQConfig.__dataclass_fields__.items()
+        defaults = {f"switches.{name}": field.default for name, field in fields if name not in _SIZES}
     return {key: value for key, value in flatten(content).items() if value != defaults.get(key, ...)}
+
+
+def _with_sizes(switches: Mapping[str, Any]) -> dict[str, Any]:
+    config = NLQConfig(**{name: switches[name] for name in _SIZES & switches.keys()})
+    return {**switches, **{name: getattr(config, name) for name in _SIZES}}
 
 
 def _is_size(name: str) -> bool:

@@ -25,6 +25,7 @@ from ..files import (
     VERDICTS_FILE,
     data_format,
     flatten,
+    is_built_in,
     is_repository_name,
     read_yaml,
     yaml_text,
@@ -112,7 +113,8 @@ def _check_public(field: str, value: Any) -> None:
     is_named = field.rpartition(".")[2] in ("model", "tokenizer", "dataset") and isinstance(value, str)
     if not is_named or value in names("models") or (field.endswith("dataset") and data_format(value)):
         return
-    if os.path.isabs(value) or os.path.exists(value):
+    is_public = is_built_in(value) or is_repository_name(value.removeprefix("bpe:"))
+    if os.path.exists(value) or not is_public or value.endswith(".json"):
         raise ValueError(
             f"{COMPARISON_FILE}: {field}={value!r} is on this machine alone, so nobody could repeat the comparison; "
             "put it on the Hub and compare by that name"

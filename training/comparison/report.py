@@ -36,6 +36,7 @@ from .tables import (
     FISHER,
     INTERACTIONS_CAPTION,
     LEARNED,
+    NOTHING,
     cost_rows,
     given_fields,
     improvement_rows,
@@ -122,7 +123,8 @@ def describe(outcome: Outcome) -> str:
 
 
 def table_lines(rows: Rows) -> list[str]:
-    return align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
+    titles = dict.fromkeys(title for row in rows for title in row)  # conditions may be text and a task
+    return align([[*titles], *([row.get(title, NOTHING) for title in titles] for row in rows)], right=False)
 
 
 def _columns(results: ScaleOutcome, titles: dict[str, str]) -> Rows:
@@ -186,9 +188,13 @@ def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes], 
     The last value is the verdict on this run's model in one line, if the comparison has one.
     """
     outcome, files = read_published(folder)
-    names = (run.parent.name, run.name, run.parents[2].name if outcome.axis else None)
-    text = verdicts(outcome, *names) if folder in run.parents else verdicts(outcome)
-    over_seeds = _over_seeds(outcome, *names) if folder in run.parents else None
+    names = ()
+    match run.relative_to(folder).parts if folder in run.parents else ():
+        case "runs", model, name if outcome.axis is None:
+            names = model, name, None
+        case outcome.axis, scale, "runs", model, name if scale in outcome.scales:
+            names = model, name, scale
+    text, over_seeds = verdicts(outcome, *names), _over_seeds(outcome, *names) if names else None
     text = f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
     contents = {f"comparison/{name}": content for name, content in files.items()}
     return Markdown(without_folders(text)), contents, over_seeds

@@ -264,9 +264,10 @@ def noise_floor_sentence(results: ScaleOutcome) -> str:
     statistics = results.statistics
     if statistics.noise_floor is None:
         return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {results.baseline!r}."
+    percent = statistics.noise_floor_percent  # None of a mean loss of 0
     sentence = (
         f"Noise floor: the test loss of the baseline {results.baseline!r} varies by {statistics.noise_floor:.2g} nats "
-        f"from seed to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
+        f"from seed to seed{'' if percent is None else f', {percent:.2g} %'} (standard deviation)"
     )
     if (share := results.noise_from_text) is None:
         unknown = "; how much of it comes from the choice of the test text is unknown"

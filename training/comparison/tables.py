@@ -101,7 +101,8 @@ def accuracy_cells(results: ScaleOutcome) -> dict[str, dict[str, str]]:
             "accuracy (%)": f"{100 * statistics.fmean(values):.1f} ({ends})",
             "accuracy gain (points)": gain,
             LEARNED: f"{_count_learned(values)} of {len(values)}",
-            FISHER: number(corrected.get(name), ".2g"),
+            # Its p holds for one test, with the seeds that were planned
+            FISHER: number(None if results.interim else corrected.get(name), ".2g"),
             "steps to 99 %": _median([run.history.mastered_at for run in model.runs], ",.0f"),
         }
         if results.has_choice:

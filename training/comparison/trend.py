@@ -112,13 +112,14 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, axis: str = COMP
             note = _obstacle(scale, baseline, model, at_scale)
             if note or len(differences) < 2:
                 obstacles.append(f"{note or 'a single seed'} at {scale.name}")
+            else:
+                percents.append(100 * differences / at_scale[baseline].mean())
             if curve is None:
                 note = note or "no multiplier"
             elif not note:
                 multiplier, interval = curve.multiplier(settled.index(scale.name), differences, compute, level)
                 note = "beyond" if multiplier is None or None in (interval or ()) else ""
             steps[scale.name] = Step(compute, improvement, None, multiplier, interval, note)
-            percents.append(100 * differences / at_scale[baseline].mean())
         if obstacles:
             models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(obstacles)}", steps)
         else:
@@ -132,7 +133,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, axis: str = COMP
     floors = dict.fromkeys(losses)
     for name, runs in losses.items():
         finished = runs[baseline][np.isfinite(runs[baseline])]
-        if len(finished) > 1:
+        if len(finished) > 1 and finished.any():
             floors[name] = float(100 * finished.std(ddof=1) / finished.mean())
     return Trend(baseline, ALPHA, flops, floors, multiplier_note, models, axis)
 
@@ -157,13 +158,13 @@ def _obstacle(scale: ScaleLosses, baseline: str, model: str, losses: dict[str, n
             return f"{who}diverged in {diverged} of {len(losses[name])} runs"
         if name in scale.at_boundary:
             return f"{whose} best rate is at the boundary"
-    return ""
+    return "" if losses[baseline].any() else "the baseline's loss is 0"
 
 
 def _improvement(base: np.ndarray, differences: np.ndarray) -> float | None:
     """The mean in percent over the seeds that both finished."""
     pairs = np.isfinite(differences)
-    return 100 / float(base[pairs].mean()) * float(differences[pairs].mean()) if pairs.any() else None
+    return 100 / float(base[pairs].mean()) * float(differences[pairs].mean()) if base[pairs].any() else None
 
 
 def judge_slope(trend: ModelTrend, holm_p: float) -> tuple[TrendVerdict, str]:

@@ -27,17 +27,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Combines Muon and AdamW, because `Trainer` saves and loads a single optimizer."""
 
     def __init__(self, matrices: Iterable[dict], others: Iterable[dict], muon: dict, adamw: dict):
-        self._parts = [torch.optim.Muon(matrices, **muon), torch.optim.AdamW(others, **adamw)]
+        parts = [(torch.optim.Muon, [*matrices], muon), (torch.optim.AdamW, [*others], adamw)]
+        # LoRA trains matrices alone
+        self._parts = [optimizer(groups, **options) for optimizer, groups, options in parts if groups]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
 
     def _share(self) -> None:
         """Gives both parts the groups, whose rates a scheduler changes, and the state that is saved."""
-        muon, adamw = self._parts
-        is_muon = ["ns_steps" in group for group in self.param_groups]
-        muon.param_groups = [group for group, is_own in zip(self.param_groups, is_muon) if is_own]
-        adamw.param_groups = [group for group, is_own in zip(self.param_groups, is_muon) if not is_own]
-        muon.state = adamw.state = self.state
+        for part in self._parts:
+            is_muon = isinstance(part, torch.optim.Muon)
+            part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) is is_muon]
+            part.state = self.state
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)  # which replaces groups and state

@@ -15,6 +15,7 @@ from ..comparison.lr_search import Rates
 from ..comparison.sections import SINGLE, ConfirmConfig, ModelConfig, SearchConfig
 from ..run.recipe import Recipe
 from ..size import Size
+from ..text import check_name
 from .design import RATE, Design, make_design, merged_change
 
 
@@ -94,6 +95,7 @@ def read_screening(file: ComparisonFile) -> Screening:
     for row in design.rows:
         on = [factor for factor, level in zip(design.factors[:-1], row) if level > 0]
         rate = high if row[-1] > 0 else low
+        check_name(f"{source}: factors: their names together", _row_name(on, rate))
         rows[_row_name(on, rate)] = _model_with(config, on, learning_rates=[rate])
     tune = config.tune and dataclasses.replace(config.tune, at="baseline")
     runs = plan("screening", models=rows, baseline=_row_name([], low), learning_rates=[low], tune=tune)

@@ -66,6 +66,8 @@ def test_reports_count_the_seeds_that_learn(make, tmp_path):
     p = 2 * math.comb(4, 3) / math.comb(8, 3)
     assert learned_p(ACCURACIES["base"], ACCURACIES["twin"]) == pytest.approx(p)
     assert cells["twin"]["Fisher p"] == cells["half"]["Fisher p"] == f"{2 * p:.2g}"
+    # Interim analyses choose how many seeds there are
+    assert {row["Fisher p"] for row in accuracy_cells(replace(results, interim={"twin": []})).values()} == {NOTHING}
     # A seed at 99 % or more leaves no interval
     assert cells["twin"]["accuracy gain (points)"] == NOTHING
     middle = with_accuracies(results, ACCURACIES | {"base": [0.4, 0.4, 0.2, 0.6]})
@@ -94,11 +96,19 @@ def test_reports_on_text_have_no_accuracies(make_file, tmp_path):
     assert accuracy_cells(outcome.largest) == {} and "at 99 %" not in describe(outcome)
 
 
-def test_a_condition_from_a_task_to_text(make):
+def test_a_condition_from_a_task_to_text(make, tmp_path):
     """Null gives fields of the recipe their defaults."""
     text = {"dataset": "python-stdlib", "task": None, "tokenizer": "bpe:300", "switches": {"vocab_size": 300}}
     plan = make(conditions={"task": {}, "text": {**text, "block_size": 64}}, training={"max_steps": 8})
     assert plan.scales["text"].variants["base"].recipe.task is None and plan.scales["task"].task.rows == 200
+    outcome = run_comparison(plan, tmp_path, PlantedEngine(lambda scale, run: 2.0 + 0.01 * run.seed))
+    task = with_accuracies(outcome.scales["task"], ACCURACIES)
+    text = describe(replace(outcome, scales=outcome.scales | {"task": task}))
+    lines = [re.split("  +", line) for line in text.splitlines()]
+    titles = next(line for line in lines if line[0] == "condition")
+    rows = {tuple(line[:2]): dict(zip(titles, line)) for line in lines if len(line) == len(titles)}
+    assert (rows["task", "base"]["seeds at 99 %"], rows["text", "base"]["seeds at 99 %"]) == ("3 of 4", NOTHING)
+    assert rows["text", "twin"]["verdict"] == rows["task", "twin"]["verdict"] == "within noise"
 
 
 def test_a_ladder_climbs_in_difficulty(make, tmp_path):

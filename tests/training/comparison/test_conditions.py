@@ -176,6 +176,9 @@ class TestConditions:
         assert over_seeds.endswith(f" over 3 seeds: {effect.loss_improvement:+.2f} [{ends}] %, {effect.verdict}")
         assert read_for_card(run.parents[1] / "base" / run.name, tmp_path)[2] is None, "the baseline has no verdict"
         assert "**good** (this model)" in text and "This is the condition muon of 3: adamw, muon, long." in text
+        for other in (run / "adapter", tmp_path / "best", Path("/model")):
+            text, _, over_seeds = read_for_card(other, tmp_path)
+            assert over_seeds is None and "(this model)" not in text
         text = (tmp_path / "results.md").read_text()
         for name, changes in {"adamw": "nothing", "muon": "`optimizer: muon`", "long": "`max_steps: 24`"}.items():
             assert f"## Condition {name}\n\nWhat it changes of the recipe: {changes}." in text
@@ -238,6 +241,24 @@ class TestPrimary:
             alone = rest.pop(6)  # after two models under three conditions: good, from adamw to muon
             assert alone.holm_p == alone.p == outcome.primary[0].test.p
         assert is_family(rest) and outcome.largest.statistics.family == len(rest) == load_plan(file).config.family
+
+    def test_plan_counts_common_seeds(self, make, monkeypatch):
+        monkeypatch.setattr("modeling_nlq.training.comparison.estimate.seconds_of_step", lambda *_: 1.0)
+        primary = {"interaction": {"good": ["adamw", "long"]}, "margin": 1.0}
+        for seeds, found in ([7, 8, 4, 3], "smallest value found"), ([7, 8, 4], "will not be tested: fewer than two"):
+            conditions = {"adamw": {}, "long": {**CONDITIONS["long"], "seeds": seeds}}
+            lines = [*describe_estimate(load_plan(make(primary=primary, conditions=conditions)), noise_floor=1.0)]
+            assert any(found in line for line in lines)
+
+    @pytest.mark.parametrize("fields", [{"primary": GOOD}, LADDER, CROSSED])
+    def test_a_baseline_without_loss(self, make, tmp_path, fields):
+        """Nothing is in percent of a loss of 0, which a task may reach."""
+        outcome = run_and_report(load_plan(make(**fields)), tmp_path, PlantedEngine(lambda scale, run: 0.0))
+        assert {each.test.note for each in outcome.interactions or ()} <= {"the baseline's loss is 0"}
+        told = [trend.meaning for trend in outcome.trend.models.values()] if outcome.trend else []
+        assert all("the baseline's loss is 0 at small" in meaning for meaning in told)
+        assert "varies by 0 nats from seed to seed (standard deviation)" in (tmp_path / "results.md").read_text()
+        assert read_outcome(tmp_path / "results.json") == outcome
 
     def test_trend(self, make, tmp_path, capsys):
         file = make(primary={"trend": "good", "margin": 0.01}, **LADDER)

@@ -140,6 +140,10 @@ def test_two_studies_have_a_difference():
     assert pooled.summary.interval == pytest.approx((difference - half, difference + half))
 
 
+def heads(number):
+    return {"switches": {"num_key_value_heads": number}}
+
+
 WIDER = {"switches": {"attention_activation": "relu", "intermediate_size": 900}}
 REFUSED = {
     "there is one study": lambda: {"a": make_ledger(range(3))},
@@ -156,6 +160,11 @@ REFUSED = {
     "the changes differ in switches.intermediate_size": lambda: {
         "a": make_ledger([1, 2]),
         "b": make_ledger([3, 4], models={"base": BASE, "new": WIDER}),
+    },
+    # A size that is not set is that of the model
+    r"the changes differ in switches.num_key_value_heads \('smaller', 'larger'\)": lambda: {
+        "a": make_ledger([1, 2], models={"base": {}, "new": heads(1)}, switches={"num_attention_heads": 2}),
+        "b": make_ledger([3, 4], models={"base": heads(1), "new": heads(2)}, switches={"num_attention_heads": 2}),
     },
     "b: --model must name one of new, other": lambda: {
         "a": make_ledger([1, 2]),
@@ -184,6 +193,13 @@ REFUSED = {
         "b": Ledger([], [replace(VERDICT, model="new")], make_ledger([3, 4]).comparison),
     },
 }
+
+
+def test_a_size_that_follows_from_others_may_be_written():
+    given = {"switches": {"num_attention_heads": 2}, "seeds": [3, 4], "models": {"base": heads(2), "new": heads(1)}}
+    left_out = {**given, "seeds": [1, 2], "models": {"base": {}, "new": heads(1)}}
+    pooled = pool({"a": make_ledger(**left_out), "b": make_ledger(**given, text="b", stream="b")})
+    assert len(pooled.studies) == 2
 
 
 @pytest.mark.parametrize("message", REFUSED)

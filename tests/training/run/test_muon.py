@@ -75,6 +75,20 @@ def test_steps_are_those_of_the_two_optimizers(tmp_path):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("trained", ["v_proj.weight", "norm.weight"])
+def test_matrices_alone_and_none(tmp_path, trained):
+    """LoRA trains matrices alone, and `trainable: new` may train none."""
+    model, arguments = make_model(), TrainingArguments(tmp_path, learning_rate=1e-2, use_cpu=True)
+    model.requires_grad_(False)
+    weights = [weight.requires_grad_() for name, weight in model.named_parameters() if name.endswith(trained)]
+    optimizer, before = make_muon(model, arguments, []), [weight.detach().clone() for weight in weights]
+    model(torch.arange(12)[None], labels=torch.arange(12)[None]).loss.backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert weights and not any(map(torch.equal, weights, before))
+    assert {"ns_steps" in group for group in optimizer.param_groups} == {trained == "v_proj.weight"}
+
+
 @pytest.mark.slow
 def test_interrupted_run_ends_with_the_same_bits(recipe_file, tmp_path):
     options = {"optimizer": "muon", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "bf16": True}

@@ -220,6 +220,15 @@ def _switch(**switches):
             {"factors": {"a": _switch(position_embedding="learned"), "b": _switch(norm_type="rmsnorm")}},
             "factor 'a' changes nothing",
         ),
+        (
+            {
+                "factors": {
+                    "a" * 120: _switch(attention_gate="headwise"),
+                    "b" * 120: _switch(norm_type="rmsnorm"),
+                }
+            },
+            r"factors: their names together '.*': a name must be made of at most 200",
+        ),
         ({"factors": {"a+b": _switch(norm_type="rmsnorm"), "c": {}}}, r"factor 'a\+b': the name must be another one"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -30,6 +31,7 @@ from modeling_nlq.training.comparison.publication import read_ledger
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.comparison.sections import SINGLE
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -298,9 +300,12 @@ def add_a_seed(folder: Path) -> None:
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "seeds": [*SEEDS, 10]}))
 
 
-def name_a_model_of_this_machine(folder: Path) -> None:
-    (folder / "comparison.yaml").unlink()
-    change_json(folder / "results.json", comparison__recipe__model=str(folder))
+def name_a_model(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "comparison.yaml").unlink()
+        change_json(folder / "results.json", comparison__recipe__model=name)
+
+    return damage
 
 
 def leave_a_token(folder: Path) -> None:
@@ -313,7 +318,10 @@ REFUSED = {
     "unfinished": (unfinish, (), ("not finished", "results.json")),
     "more seeds": (add_a_seed, (), ("not finished", "3 4 5 8 9 10")),
     "screening": (lambda folder: change_json(folder / "results.json", design={}), (), ("is a screening",)),
-    "model": (name_a_model_of_this_machine, (), ("recipe.model", "on this machine alone")),
+    **{
+        name: (name_a_model(name), (), ("recipe.model", "on this machine alone"))
+        for name in ("/models/up", "../models/up", "./up", "runs/a/b", "~/models/up", "up.json")
+    },
     "token": (leave_a_token, (), ("runs.parquet, line", "token of Hugging Face")),
     "card": (lambda _: None, ("--card", "card.md"), ("card='card.md' is for a model",)),
     "adapter": (lambda _: None, ("--adapter",), ("adapter=True is for a model",)),
@@ -336,6 +344,26 @@ def test_what_only_an_earlier_publication_uploaded_is_deleted(server, nlq, compa
     files = server.files("datasets/anna/again")
     assert files.keys() == {*shared, "analysis.py", "data/mine.parquet"}
     assert DatasetCard(files["README.md"].decode()).data.license == "cc-by-4.0"
+
+
+@pytest.mark.parametrize(
+    "recipe, given, expected",
+    [
+        ({}, {}, "adamw"),
+        ({"optimizer": "muon"}, {}, "muon"),
+        ({"optimizer": "muon"}, {"optimizer": None}, "adamw"),
+        ({"training": {"optim": "sgd"}}, {"optimizer": "muon", "training": {}}, "muon"),
+        ({"training": {"optim": "adafactor"}}, {"training": {"optim": "sgd"}}, "sgd"),
+    ],
+)
+def test_tables_name_the_optimizer_of_a_model(compared, recipe, given, expected):
+    outcome = compared[1]
+    scale = outcome.largest
+    model = dataclasses.replace(scale.models["gated"], given=scale.models["gated"].given | given)
+    comparison = {**scale.comparison, "recipe": {**scale.comparison["recipe"], **recipe}}
+    changed = dataclasses.replace(scale, comparison=comparison, models={**scale.models, "gated": model})
+    rows = ledger_of(dataclasses.replace(outcome, scales={SINGLE: changed})).verdicts
+    assert [row.optimizer for row in rows if row.model == "gated"] == [expected]
 
 
 @pytest.mark.parametrize("axis", ["scales", "conditions"])
