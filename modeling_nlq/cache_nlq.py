@@ -26,6 +26,7 @@ CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutp
 
 # The name of the cache layer in Transformers' table, with a hash of this file: the process may have loaded others
 LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
+ADVICE = "generate without assistant_model and prompt_lookup_num_tokens"
 MOST_CONVOLUTIONS = 7  # of canon at every site, with a gated MLP
 
 
@@ -112,10 +113,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     def crop(self, tokens_to_remove):
         """Raises `RuntimeError`, unless nothing is to be removed."""
         if tokens_to_remove != 0:
-            raise RuntimeError(
-                "attention_activation='linear_attention': a state cannot go back by some tokens; generate without "
-                "assistant_model and prompt_lookup_num_tokens"
-            )
+            raise RuntimeError(f"attention_activation='linear_attention': a state cannot go back; {ADVICE}")
 
     def reset(self):
         if self.max_cache_len is None:
@@ -179,11 +177,17 @@ def cache_layer_with(method: str, cache: Cache, index: int, name: str) -> CacheL
     return layer
 
 
+def refuse_offloading(cache: Cache, name: str) -> None:
+    """Raises `ValueError` if the cache moves what `name` keeps in it to another device."""
+    if cache.offloading:
+        raise ValueError(f"{name} takes no offloaded cache")
+
+
 def check_key_width(cache: Cache, index: int, key: Tensor) -> None:
     """Raises `ValueError` for cached keys that lack states of parts."""
     for layer in getattr(cache, "layers", [])[index : index + 1]:
         if layer.is_initialized and layer.keys.numel() and layer.keys.shape[-1] != key.shape[-1]:
-            raise ValueError(f"layer {index}: cached keys lack the states of its parts, which exclude prefix tuning")
+            raise ValueError(f"layer {index}: cached keys lack states of parts: no prefix tuning, no quantized cache")
 
 
 def cache_of_both(cache: Cache) -> EncoderDecoderCache:

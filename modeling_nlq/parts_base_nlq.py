@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
+from .cache_nlq import refuse_offloading
 from .masking_nlq import TokenContext
 
 
@@ -84,6 +85,7 @@ class AttentionCall:
         return self.layer.tp_mesh
 
     def store_state(self, name: str, state: Tensor) -> None:
+        refuse_offloading(self.cache, name)
         self.states[name] = state
         cache_layer, head_dim = self.cache.layers[self.layer.layer_idx], self.layer.head_dim
         states = [self.states[part.name] for part in self.layer.parts_with("token_state")]

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import at_least_float32
-from .cache_nlq import cache_layer_with, keep_rows_together
+from .cache_nlq import ADVICE, cache_layer_with, keep_rows_together, refuse_offloading
 from .masking_nlq import TokenContext
 from .parts_base_nlq import AttentionPart, ScoreBias, own_heads, shared_by_heads, sum_over_processes
 from .parts_user_nlq import find_part
@@ -124,14 +124,19 @@ class Canon(AttentionPart):
         if call.cache is not None:
             cache_layer = cache_layer_with("update_conv_state", call.cache, self.layer_idx, "canon")
             keep_rows_together(cache_layer)
+            refuse_offloading(call.cache, "canon")
             if cache_layer.is_conv_states_initialized[index]:
                 earlier = cache_layer.conv_states[index].transpose(1, 2)[:, -(KERNEL - 1) :]
                 earlier = F.pad(earlier, (0, 0, KERNEL - 1 - earlier.shape[1], 0))
         sums, kept = self.convolutions[name](states, earlier, call.token_context, call.tp_mesh if is_split else None)
         if cache_layer is not None:
-            if cache_layer.record_past:  # to go back, it needs all new tokens; padding comes before them
-                is_valid = call.token_context.is_valid
-                kept = states if is_valid is None else states.masked_fill(~is_valid[..., None], 0.0)
+            if cache_layer.record_past:  # to go back, it needs all new tokens; padding moves before them
+                if hasattr(cache_layer, "max_cache_len"):
+                    raise ValueError(f"canon: a static cache cannot go back by some tokens; {ADVICE}")
+                kept, is_valid = states, call.token_context.is_valid
+                if is_valid is not None:
+                    order = torch.argsort(is_valid.byte(), dim=1, stable=True)[..., None].expand_as(states)
+                    kept = states.masked_fill(~is_valid[..., None], 0.0).gather(1, order)
             cache_layer.update_conv_state(kept.transpose(1, 2), state_idx=index, conv_kernel_size=KERNEL - 1)
         return sums
 
@@ -437,10 +442,7 @@ class SelectiveAttention(AttentionPart):
         earlier_sum, covered, is_first = call.states[self.name][:, 0].unbind(dim=-1)  # (batch, key) each
         has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
         if call.cache is not None and has_numbers and covered.max() > context.query_index[0]:
-            raise ValueError(
-                "selective_attention: the cache was cropped, and its sums cannot go back; generate without "
-                "assistant_model and prompt_lookup_num_tokens"
-            )
+            raise ValueError(f"selective_attention: the cache was cropped, and its sums cannot go back; {ADVICE}")
         is_self = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
         selects = F.relu(scores[:, 0]).masked_fill(is_self | is_first.bool()[:, None], 0.0)
         if visible is not None:

@@ -6,7 +6,7 @@ from support import model_cases
 from support.grids import parametrize_grid, slow_except
 from support.model_cases import LINEAR_KINDS, PART_SWITCHES
 from support.random_models import BACKENDS, computes
-from transformers import CompileConfig
+from transformers import CompileConfig, DynamicCache
 
 
 # Blocks and scores that make random models choose many different tokens, and others for every activation
@@ -179,3 +179,36 @@ def test_beams_have_their_scores_and_are_those_without_a_cache(make_kind, kind, 
     assert torch.equal(generated.sequences, uncached.sequences)
     alone = model.generate(**row(PROMPTS[1]), **options)
     assert new_tokens(alone.sequences) == new_tokens(generated.sequences)[1:2]
+
+
+@pytest.mark.parametrize("kind", ["canon_and_window", "more_parts"])
+@pytest.mark.parametrize("masked", [None, 0, 10])
+def test_drafted_tokens_are_those_of_greedy_decoding(make_model, kind, masked):
+    """Convolutions take back rejected tokens, also after a prompt with masked tokens."""
+    model = make_model(**{**SWITCHES, **KINDS[kind], "canon": "ABC"})
+    tokens, mask = torch.tensor([[3, 1, 4, 1, 5, 9, 3, 1, 4, 1, 5, 9]]), torch.ones(1, 12).long()
+    if masked is not None:
+        mask[:, masked] = 0
+    greedy = model.generate(tokens, attention_mask=mask, use_cache=False, **OPTIONS)
+    drafted = model.generate(tokens, attention_mask=mask, prompt_lookup_num_tokens=3, **OPTIONS)
+    assert torch.equal(drafted, greedy)
+
+
+class OffloadedCache(DynamicCache):
+    """Moves nothing, because Transformers' offloading needs a GPU."""
+
+    def update(self, key, value, layer, *args, **kwargs):
+        return self.layers[layer].update(key, value)
+
+
+def test_caches_that_parts_cannot_keep_states_in(make_model):
+    tokens = torch.tensor([[3, 1, 4, 3, 1, 4]])
+    model = make_model(**SWITCHES, canon="A")
+    with pytest.raises(ValueError, match=r"canon: a static cache cannot go back .* prompt_lookup_num_tokens$"):
+        model.generate(tokens, prompt_lookup_num_tokens=2, cache_implementation="static", **OPTIONS)
+    for name, value in (("canon", "A"), ("selective_attention", True)):
+        model = make_model(**SWITCHES, **{name: value})
+        cache = OffloadedCache(config=model.config)
+        cache.offloading = True
+        with pytest.raises(ValueError, match=f"{name} takes no offloaded cache"):
+            model(tokens, cache=cache)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
 from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
@@ -19,12 +19,21 @@ from .parametrization import check_completep
 from .recipe import Recipe
 
 
-# Flags of `TrainingArguments` with which results would be missing, or differ after a run resumes
+# Flags of `TrainingArguments` with which results would be missing or others, or differ after a run resumes
 _REFUSED_ARGUMENTS = {
     "save_only_model": "a run that resumes needs its optimizer, or it ends with another result",
     "ignore_data_skip": "a run that resumes would see other data",
     "prediction_loss_only": "evaluations need logits, for perplexity, accuracy and losses by document",
+    "restore_callback_states_from_checkpoint": "a run restores its own record, which would be lost",
+    "bf16_full_eval": "the model would be saved in 16 bits, because Trainer casts it to evaluate",
+    "fp16_full_eval": "the model would be saved in 16 bits, because Trainer casts it to evaluate",
+    "eval_use_gather_object": "evaluations gather tensors",
+    "dataloader_drop_last": "evaluations would leave out rows",
 }
+
+
+# What an evaluation while training measures, besides perplexity
+_METRICS = ("loss", "bits_per_byte", "token_accuracy", "runtime", "samples_per_second", "steps_per_second")
 
 
 def emulated_bf16(training: Mapping[str, Any]) -> str | None:
@@ -135,6 +144,14 @@ def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(arguments, name) < 1:
             yield f"{name}={getattr(arguments, name)} must be at least 1"
+    kwargs = arguments.lr_scheduler_kwargs or {}
+    try:
+        get_scheduler(arguments.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)]), 1, 2, kwargs)
+    except (TypeError, ValueError) as error:
+        yield f"lr_scheduler_kwargs={kwargs!r} for lr_scheduler_type={arguments.lr_scheduler_type.value!r}: {error}"
+    metric = (arguments.metric_for_best_model or "loss").removeprefix("eval_")
+    if metric not in (known := (*_METRICS, objective_of(recipe).perplexity)):
+        yield f"metric_for_best_model={metric!r} must be one of {', '.join(known)}"
     if recipe.streaming and recipe.max_validation_documents is None:
         yield "streaming needs max_validation_documents"
 

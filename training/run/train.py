@@ -223,6 +223,9 @@ def _evaluate_and_save(trainer: RecordingTrainer, recipe: Recipe, blocks: dict[s
     if trainer.args.load_best_model_at_end:  # the weights are not those of the last step any more
         evaluated = {}
     evaluated = evaluated or trainer.evaluate()
+    if not math.isfinite(evaluated["eval_loss"]):  # since the last loss that was logged
+        trainer.record.diverged_at = trainer.state.global_step
+        return {}
     if "test" in blocks:
         trainer.compute_metrics = LanguageModelingMetrics(blocks["test"].bytes_per_token, objective)
         evaluated |= trainer.evaluate(blocks["test"].dataset, metric_key_prefix="test")

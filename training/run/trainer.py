@@ -80,7 +80,7 @@ class RunRecord(TrainerCallback, ExportableState):
     def hash_batches(self) -> None:
         """Hashes the batches since the last call, on all processes together."""
         by_process = gather_object([[batch.cpu().to(torch.int32).numpy() for batch in self._batches]])
-        # Row by row, neither the number of processes nor the batch size changes the hash
+        # Row by row, neither the number of processes nor the batch size changes the hash within an epoch
         for row in (row for batches in zip(*by_process, strict=True) for batch in batches for row in batch):
             row = row[row != -100]  # the padding of pairs
             self.tokens_seen += len(row)

@@ -896,4 +896,4 @@ def test_page_says_what_tuning_gained(published):
     models = published["muon"].largest.models.values()
     means = [[np.mean([run.test_loss for run in each]) for each in (m.runs, m.untuned.values())] for m in models]
     gained = [100 * (1 - best / untuned) for best, untuned in means]
-    assert "gained {:.1f} % for AdamW and {:.1f} % for Muon".format(*gained) in said
+    assert "gained AdamW {:.1f} % and Muon {:.1f} %".format(*gained) in said

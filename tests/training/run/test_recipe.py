@@ -73,6 +73,13 @@ class TestOverrides:
             ("ignore_data_skip", True, "ignore_data_skip=True: a run that resumes would see other data"),
             ("prediction_loss_only", True, "prediction_loss_only=True: evaluations need logits"),
             ("report_to", None, "report_to=None: .*, or set report_to: none"),
+            ("bf16_full_eval", True, "bf16_full_eval=True: the model would be saved in 16 bits"),
+            ("dataloader_drop_last", True, "dataloader_drop_last=True: evaluations would leave out rows"),
+            ("eval_use_gather_object", True, "eval_use_gather_object=True: evaluations gather tensors"),
+            ("restore_callback_states_from_checkpoint", True, "=True: a run restores its own record"),
+            ("lr_scheduler_type", "warmup_stable_decay", "lr_scheduler_kwargs={} for .* 'num_decay_steps'"),
+            ("lr_scheduler_kwargs", {"foo": 1}, "lr_scheduler_kwargs={'foo': 1} for .* argument 'foo'"),
+            ("metric_for_best_model", "eval_chrf", "metric_for_best_model='chrf' must be one of loss, bits_per_byte"),
         ],
     )
     def test_arguments_that_spoil_results_are_refused(self, field, value, message):

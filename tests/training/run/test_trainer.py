@@ -76,14 +76,17 @@ class TestRun:
                 train(recipe_file, output_dir=run[0], **change)
         assert times(run[0]) == before
 
-    def test_loss_that_is_no_number_ends_the_run(self, recipe_file, tmp_path, capsys):
+    @pytest.mark.parametrize("logged, step", [("steps", 2), ("no", 3)])
+    def test_loss_that_is_no_number_ends_the_run(self, recipe_file, tmp_path, capsys, logged, step):
+        """Also where no step was logged since."""
         folder = tmp_path / "run"
-        options = ["--learning_rate", "1e38", "--save_strategy", "no"]
-        assert main(["train", str(recipe_file), "--output_dir", str(folder), *options]) == 0
-        assert "diverged: the loss was infinite or not a number after step 2" in capsys.readouterr().out
+        options = ["--learning_rate", "1e38", "--save_strategy", "no", "--logging_strategy", logged]
+        assert main(["train", str(recipe_file), "--output_dir", str(folder), "--max_steps", "3", *options]) == 0
+        assert f"diverged: the loss was infinite or not a number after step {step}" in capsys.readouterr().out
         json.loads((folder / "metrics.json").read_text(), parse_constant=pytest.fail)  # NaN is not JSON
         losses = RunResult.load(folder).losses
-        assert losses.diverged and losses.diverged_at == 2 and math.isfinite(losses.train)
+        assert losses.diverged and losses.diverged_at == step
+        assert losses.train is None if logged == "no" else math.isfinite(losses.train)
         assert not (folder / "model.safetensors").exists()
 
     def test_failed_attempt_does_not_claim_the_folder(self, recipe_file, tmp_path, capsys):
