@@ -702,7 +702,11 @@ def test_page_corrects_all_published_tests_as_one_family(published):
         *(("ladder/activations", "197k", model) for model in ("tanh", "relu", "squared")),
         *(("activations-tokens", "3.9M tokens", model) for model in ("tanh", "relu")),
         *(("softmax-tokens", length, "tanh") for length in ("0.5M", "3.9M", "14M")),
-        *(("softmax-english", place, "tanh") for place in ("0.5M", "3.9M", "trend")),
+        *(
+            (folder, place, "tanh")
+            for folder in ("softmax-english", "softmax-muon")
+            for place in ("0.5M", "3.9M", "trend")
+        ),
         *(("pretrained", SINGLE, f"{name}, top third") for name in ("sigmoid", "relu", "squared")),
         ("pretrained", SINGLE, "sigmoid"),
         *(("new-parameters", SINGLE, model) for model in ("new", "lora of queries")),
@@ -802,12 +806,16 @@ def test_page_says_what_three_lengths_show(published):
     outcome = published["softmax-tokens"]
     section = PAGE.read_text().partition("#### Tuned at 0.5 million tokens")[2].partition("\n#")[0]
     first, *_, last = outcome.scales.values()
-    for name, model in first.models.items():
-        assert re.search(rf"^\| {name}\b.*\| {re.escape(tuning_gain(model))} \|$", section, flags=re.MULTILINE)
-    english = published["softmax-english"].scales["0.5M"].models
-    assert f"softmax gained {tuning_gain(english['softmax'])}." in section
-    (row,) = (line for line in section.splitlines() if line.startswith("| tanh, on English |"))
-    assert row.endswith(f" {tuning_gain(english['tanh'])} |")
+    for name in ("softplus", "tanh"):
+        gain = re.escape(tuning_gain(first.models[name]))
+        assert re.search(rf"^\| {name}, .*\| {gain} \|$", section, flags=re.MULTILINE)
+    others = {"on English": "softmax-english", "under Muon": "softmax-muon"}
+    others = {name: published[folder].scales["0.5M"].models for name, folder in others.items()}
+    gained = [tuning_gain(models["softmax"]) for models in (first.models, *others.values())]
+    assert "By tuning softmax gained {}, on English {}, under Muon {}.".format(*gained) in " ".join(section.split())
+    for name, models in others.items():
+        (row,) = (line for line in section.splitlines() if line.startswith(f"| tanh, {name} |"))
+        assert row.endswith(f" {tuning_gain(models['tanh'])} |")
     assert f"is open (primary test, p {outcome.primary[0].test.p:.2g})" in section
     softmax, softplus = ({run.seed: run for run in last.models[name].runs} for name in ("softmax", "softplus"))
     decayed, free = ([r.test_loss for r in softmax.values() if r.point["weight_decay"] == each] for each in (0.3, 0.0))
@@ -822,7 +830,7 @@ def test_page_says_what_three_lengths_show(published):
 
 def test_page_says_what_197k_with_carried_points_show(published):
     outcome = published["softmax-197k"]
-    section = " ".join(PAGE.read_text().partition("with points tuned at 25,000\n")[2].partition("\n#")[0].split())
+    section = " ".join(PAGE.read_text().partition("#### Tuned at 25,000 parameters\n")[2].partition("\n#")[0].split())
     first, last = outcome.scales.values()
     gained = "gained softmax {} and softplus {},".format(*map(tuning_gain, first.models.values()))
     assert gained in section and outcome.primary[0].test.verdict == "cannot tell"
