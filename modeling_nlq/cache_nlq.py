@@ -113,7 +113,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     def crop(self, tokens_to_remove):
         """Raises `RuntimeError`, unless nothing is to be removed."""
         if tokens_to_remove != 0:
-            raise RuntimeError(f"attention_activation='linear_attention': a state cannot go back; {ADVICE}")
+            raise RuntimeError(f"attention_activation='linear_attention': a state cannot be cropped; {ADVICE}")
 
     def reset(self):
         if self.max_cache_len is None:
@@ -180,14 +180,16 @@ def cache_layer_with(method: str, cache: Cache, index: int, name: str) -> CacheL
 def refuse_offloading(cache: Cache, name: str) -> None:
     """Raises `ValueError` if the cache moves what `name` keeps in it to another device."""
     if cache.offloading:
-        raise ValueError(f"{name} takes no offloaded cache")
+        raise ValueError(f"{name} needs a cache without offloading")
 
 
 def check_key_width(cache: Cache, index: int, key: Tensor) -> None:
     """Raises `ValueError` for cached keys that lack states of parts."""
     for layer in getattr(cache, "layers", [])[index : index + 1]:
         if layer.is_initialized and layer.keys.numel() and layer.keys.shape[-1] != key.shape[-1]:
-            raise ValueError(f"layer {index}: cached keys lack states of parts: no prefix tuning, no quantized cache")
+            raise ValueError(
+                f"layer {index}: cached keys lack states of parts; use neither prefix tuning nor quantized caches"
+            )
 
 
 def cache_of_both(cache: Cache) -> EncoderDecoderCache:

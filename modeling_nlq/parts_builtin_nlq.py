@@ -130,14 +130,16 @@ class Canon(AttentionPart):
                 earlier = F.pad(earlier, (0, 0, KERNEL - 1 - earlier.shape[1], 0))
         sums, kept = self.convolutions[name](states, earlier, call.token_context, call.tp_mesh if is_split else None)
         if cache_layer is not None:
-            if cache_layer.record_past:  # to go back, it needs all new tokens; padding moves before them
-                if hasattr(cache_layer, "max_cache_len"):
-                    raise ValueError(f"canon: a static cache cannot go back by some tokens; {ADVICE}")
-                kept, is_valid = states, call.token_context.is_valid
-                if is_valid is not None:
-                    order = torch.argsort(is_valid.byte(), dim=1, stable=True)[..., None].expand_as(states)
-                    kept = states.masked_fill(~is_valid[..., None], 0.0).gather(1, order)
-            cache_layer.update_conv_state(kept.transpose(1, 2), state_idx=index, conv_kernel_size=KERNEL - 1)
+            is_cropped = cache_layer.record_past  # later; until then it keeps all tokens
+            if is_cropped and hasattr(cache_layer, "max_cache_len"):
+                raise ValueError(f"canon: a static cache cannot be cropped; {ADVICE}")
+            kept = (states if is_cropped else kept).transpose(1, 2)
+            cache_layer.update_conv_state(kept, state_idx=index, conv_kernel_size=KERNEL - 1)
+            if is_cropped and call.token_context.is_valid is not None:  # padding moves before all tokens
+                stored, is_valid = cache_layer.conv_states[index], call.token_context.is_valid
+                is_valid = F.pad(is_valid, (stored.shape[-1] - is_valid.shape[1], 0), value=True)[:, None]
+                order = torch.argsort(is_valid.byte(), stable=True).expand_as(stored)
+                cache_layer.conv_states[index] = stored.masked_fill(~is_valid, 0.0).gather(-1, order)
         return sums
 
     def change_input(self, call, hidden_states):

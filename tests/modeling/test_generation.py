@@ -194,6 +194,20 @@ def test_drafted_tokens_are_those_of_greedy_decoding(make_model, kind, masked):
     assert torch.equal(drafted, greedy)
 
 
+def test_padding_between_cached_and_drafted_tokens(make_model):
+    model = make_model(**SWITCHES, canon="AB", query_projection="linear")
+    tokens, mask = torch.tensor([[3, 1, 4, 0, 0, 1, 5, 9, 2, 6]]), torch.ones(1, 10).long()
+    mask[:, 3:5] = 0
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    for start, end in ((0, 3), (3, 6), (6, 8)):
+        model(tokens[:, start:end], attention_mask=mask[:, :end], cache=cache)
+    cache.crop(-1)
+    logits = model(tokens[:, 7:], attention_mask=mask, cache=cache).logits
+    expected = model(tokens, attention_mask=mask, use_cache=False).logits[:, 7:]
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
 class OffloadedCache(DynamicCache):
     """Moves nothing, because Transformers' offloading needs a GPU."""
 
@@ -204,11 +218,11 @@ class OffloadedCache(DynamicCache):
 def test_caches_that_parts_cannot_keep_states_in(make_model):
     tokens = torch.tensor([[3, 1, 4, 3, 1, 4]])
     model = make_model(**SWITCHES, canon="A")
-    with pytest.raises(ValueError, match=r"canon: a static cache cannot go back .* prompt_lookup_num_tokens$"):
+    with pytest.raises(ValueError, match=r"canon: a static cache cannot be cropped; .* prompt_lookup_num_tokens$"):
         model.generate(tokens, prompt_lookup_num_tokens=2, cache_implementation="static", **OPTIONS)
     for name, value in (("canon", "A"), ("selective_attention", True)):
         model = make_model(**SWITCHES, **{name: value})
         cache = OffloadedCache(config=model.config)
         cache.offloading = True
-        with pytest.raises(ValueError, match=f"{name} takes no offloaded cache"):
+        with pytest.raises(ValueError, match=f"{name} needs a cache without offloading"):
             model(tokens, cache=cache)

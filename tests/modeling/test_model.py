@@ -258,7 +258,7 @@ def test_cached_keys_without_the_states_of_a_part_are_refused(tokens, part):
     cache, size = DynamicCache(config=model.config), (2, model.config.num_key_value_heads, 3, model.config.head_dim)
     for layer in range(model.config.num_hidden_layers):
         cache.update(torch.randn(size), torch.randn(size), layer)
-    with pytest.raises(ValueError, match="layer 0: cached keys lack states of parts: no prefix tuning"):
+    with pytest.raises(ValueError, match="layer 0: cached keys lack states of parts; use neither prefix tuning nor"):
         model(tokens, attention_mask=torch.ones(2, 14), cache=cache)
 
 

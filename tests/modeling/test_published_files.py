@@ -6,7 +6,7 @@ import modeling_nlq
 
 
 FILES = sorted(Path(modeling_nlq.__file__).parent.glob("*_nlq.py"))
-LARGEST = {"files": 18, "lines": 6_605, "bytes": 325_200}
+LARGEST = {"files": 18, "lines": 6_610, "bytes": 325_500}
 
 
 def test_published_code_stays_small_enough_to_be_read():

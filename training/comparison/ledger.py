@@ -185,7 +185,9 @@ def _verdict_row(place: Mapping[str, str | None], name: str, scale: ScaleOutcome
 
 def _optimizer(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     training = {**(recipe.get("training") or {}), **(given.get("training") or {})}
-    return {**recipe, **given}.get("optimizer") or training.get("optim") or "adamw"
+    if {**recipe, **given}.get("optimizer") == "muon":
+        return "muon"
+    return training.get("optim") or "adamw"
 
 
 def _origin(given: Mapping[str, Any], of_baseline: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub.errors import StrictDataclassError
 from matplotlib import rc_context, rcParamsDefault
 from scipy import stats
 
@@ -23,8 +24,9 @@ from modeling_nlq.configuration_seq2seq_nlq import DIRECTIONS
 from ...configuration import find, names
 from ..disk import add_to_manifest, write_text
 from ..files import RESULTS_FILE, check_keys, differences, flatten, is_nonempty, merged, read_json
+from ..loading import load_config
 from ..run.recipe import without_defaults
-from ..text import count
+from ..text import count, one_line
 from ..values import Value, to_json
 from .config import read_made_from, with_sections
 from .figures import draw_intervals, figure_section
@@ -256,11 +258,11 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
             raise ValueError(f"{name}: {row.model}: {row.verdict}")
         at_place = config.at_scale(place, name)
         recipe = with_sections(config.recipe, config.scale_configs[place], name)
-        model, baseline = (_settings(with_sections(recipe, at_place.models[each], name)) for each in both)
+        model, baseline = (_settings(with_sections(recipe, at_place.models[each], name), name) for each in both)
         change = {key: model.get(key, _NOT_SET) for key in _differing(model, baseline)}
         for key in filter(_is_size, change):
             sizes = [each.get(key) for each in (model, baseline)]
-            if None not in sizes:  # else a model of one's own, whose default is not known here
+            if all(isinstance(size, int) for size in sizes):  # the defaults of a model of one's own are not known here
                 change[key] = "larger" if sizes[0] > sizes[1] else "smaller"
         change["match"] = at_place.models[row.model].match_in(config)
         common = {key: baseline[key] for key in baseline if key.partition(".")[0] in _COMMON and not _is_size(key)}
@@ -269,24 +271,27 @@ def _sources_in(name: str, ledger: Ledger, models: Collection[str], scales: Coll
     return sources
 
 
-def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
+def _settings(recipe: dict[str, Any], source: str) -> dict[str, Any]:
     """Returns the fields of a recipe and of its model's configuration, if that is a shipped one.
 
-    Leaves out defaults, but not of sizes, and has the sizes that follow from others.
+    Leaves out defaults, but has every size of the model, also one that follows from others.
     """
-    content, defaults = without_defaults(recipe), {}
-    if content.get("model") in names("models"):
-        switches = merged(read_json(find("models", content.pop("model"))), recipe["switches"])
-        halves = {half: _with_sizes(switches[half]) for half in DIRECTIONS if half in switches}
-        content["switches"] = switches | halves if halves else _with_sizes(switches)
-        fields = NLQConfig.__dataclass_fields__.items()
-        defaults = {f"switches.{name}": field.default for name, field in fields if name not in _SIZES}
-    return {key: value for key, value in flatten(content).items() if value != defaults.get(key, ...)}
+    content, sizes, defaults = without_defaults(recipe), {}, {}
+    if (model := content.get("model")) in names("models"):
+        try:
+            config = load_config(model, _sizes_in(recipe["switches"])).to_dict()
+        except (StrictDataclassError, ValueError) as error:
+            raise ValueError(f"{source}: {one_line(error)}") from None
+        content["switches"] = merged(read_json(find("models", content.pop("model"))), recipe["switches"])
+        sizes = {key: value for key, value in flatten({"switches": config}).items() if _is_size(key)}
+        defaults = {f"switches.{name}": field.default for name, field in NLQConfig.__dataclass_fields__.items()}
+    fields = {key: value for key, value in flatten(content).items() if value != defaults.get(key, ...)}
+    return {key: value for key, value in fields.items() if not (sizes and _is_size(key))} | sizes
 
 
-def _with_sizes(switches: Mapping[str, Any]) -> dict[str, Any]:
-    config = NLQConfig(**{name: switches[name] for name in _SIZES & switches.keys()})
-    return {**switches, **{name: getattr(config, name) for name in _SIZES}}
+def _sizes_in(switches: Mapping[str, Any]) -> dict[str, Any]:
+    halves = {half: _sizes_in(switches[half]) for half in DIRECTIONS if isinstance(switches.get(half), dict)}
+    return {name: switches[name] for name in _SIZES & switches.keys()} | halves
 
 
 def _is_size(name: str) -> bool:

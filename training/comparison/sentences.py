@@ -305,6 +305,7 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         f"({', '.join(map(str, seeds))}), {results.tokens_per_run:,} tokens a run.",
         results.objective.loss_note,
         not results.objective.has_parts and ACCURACY_NOTE,
+        results.interim and bool(results.accuracies) and "With `stop: early`, Fisher's exact test is left out.",
         results.same_tokens
         and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
     ]

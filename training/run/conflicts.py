@@ -12,7 +12,7 @@ from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ..loading import added_parameters, load_config
-from ..size import ModelKind, context_of, empty_model, kind_of, positions_of, shapes_of, vocabulary_of
+from ..size import ModelKind, context_of, empty_model, freeze_all_but, kind_of, positions_of, shapes_of, vocabulary_of
 from .muon import muon_parameters
 from .objectives import name_for, objective_of
 from .parametrization import check_completep
@@ -27,13 +27,9 @@ _REFUSED_ARGUMENTS = {
     "restore_callback_states_from_checkpoint": "a run restores its own record, which would be lost",
     "bf16_full_eval": "the model would be saved in 16 bits, because Trainer casts it to evaluate",
     "fp16_full_eval": "the model would be saved in 16 bits, because Trainer casts it to evaluate",
-    "eval_use_gather_object": "evaluations gather tensors",
+    "eval_use_gather_object": "metrics are computed from gathered tensors, not objects",
     "dataloader_drop_last": "evaluations would leave out rows",
 }
-
-
-# What an evaluation while training measures, besides perplexity
-_METRICS = ("loss", "bits_per_byte", "token_accuracy", "runtime", "samples_per_second", "steps_per_second")
 
 
 def emulated_bf16(training: Mapping[str, Any]) -> str | None:
@@ -123,8 +119,11 @@ def _conflicts_of_optimizer(recipe: Recipe) -> Iterator[str]:
         yield f"optimizer='muon' and optim={recipe.training['optim']!r} both name the optimizer; choose one"
     if parse_flag_from_env("ACCELERATE_USE_FSDP") or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         yield "optimizer='muon' needs whole matrices, which FSDP and DeepSpeed split; train it by DDP"
-    if not muon_parameters(empty_model(recipe.config)):
-        yield f"optimizer='muon' needs nn.Linear inside the blocks, and {recipe.config.model_type!r} has none"
+    model = empty_model(recipe.config)
+    if recipe.trainable == "new":
+        freeze_all_but(model, added_parameters(recipe.model, recipe.conversion))
+    if not muon_parameters(model):
+        yield f"optimizer='muon' needs nn.Linear to train inside the blocks, and {recipe.config.model_type!r} has none"
 
 
 def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:
@@ -145,12 +144,20 @@ def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:
         if getattr(arguments, name) < 1:
             yield f"{name}={getattr(arguments, name)} must be at least 1"
     kwargs = arguments.lr_scheduler_kwargs or {}
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=arguments.learning_rate)
     try:
-        get_scheduler(arguments.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)]), 1, 2, kwargs)
+        get_scheduler(arguments.lr_scheduler_type, optimizer, 1, 2, kwargs)
     except (TypeError, ValueError) as error:
         yield f"lr_scheduler_kwargs={kwargs!r} for lr_scheduler_type={arguments.lr_scheduler_type.value!r}: {error}"
     metric = (arguments.metric_for_best_model or "loss").removeprefix("eval_")
-    if metric not in (known := (*_METRICS, objective_of(recipe).perplexity)):
+    objective = objective_of(recipe)
+    known = [
+        "loss",
+        objective.perplexity,
+        *(["bits_per_byte"] if objective.has_bits_per_byte else []),
+        "token_accuracy",
+    ]
+    if metric not in known:
         yield f"metric_for_best_model={metric!r} must be one of {', '.join(known)}"
     if recipe.streaming and recipe.max_validation_documents is None:
         yield "streaming needs max_validation_documents"

@@ -30,7 +30,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         parts = [(torch.optim.Muon, [*matrices], muon), (torch.optim.AdamW, [*others], adamw)]
         # LoRA trains matrices alone
         self._parts = [optimizer(groups, **options) for optimizer, groups, options in parts if groups]
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        super().__init__([group for part in self._parts for group in part.param_groups], {"lr": adamw["lr"]})
         self._share()
 
     def _share(self) -> None:

@@ -223,7 +223,7 @@ def _evaluate_and_save(trainer: RecordingTrainer, recipe: Recipe, blocks: dict[s
     if trainer.args.load_best_model_at_end:  # the weights are not those of the last step any more
         evaluated = {}
     evaluated = evaluated or trainer.evaluate()
-    if not math.isfinite(evaluated["eval_loss"]):  # since the last loss that was logged
+    if not math.isfinite(evaluated["eval_loss"]):  # the model diverged after the last logged loss
         trainer.record.diverged_at = trainer.state.global_step
         return {}
     if "test" in blocks:

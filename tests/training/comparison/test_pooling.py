@@ -166,6 +166,14 @@ REFUSED = {
         "a": make_ledger([1, 2], models={"base": {}, "new": heads(1)}, switches={"num_attention_heads": 2}),
         "b": make_ledger([3, 4], models={"base": heads(1), "new": heads(2)}, switches={"num_attention_heads": 2}),
     },
+    r"the baselines differ in switches.encoder \('not set', None\)": lambda: {
+        "a": make_ledger([1, 2], model="tiny-seq2seq"),
+        "b": make_ledger([3, 4], model="tiny-seq2seq", switches={"encoder": None}),
+    },
+    "b: .*num_attention_heads": lambda: {
+        "a": make_ledger([1, 2]),
+        "b": make_ledger([3, 4], switches={"hidden_size": 30, "num_attention_heads": 4}),
+    },
     "b: --model must name one of new, other": lambda: {
         "a": make_ledger([1, 2]),
         "b": make_ledger([3, 4], models={"base": BASE, "new": NEW, "other": WIDER}),
@@ -200,6 +208,23 @@ def test_a_size_that_follows_from_others_may_be_written():
     left_out = {**given, "seeds": [1, 2], "models": {"base": {}, "new": heads(1)}}
     pooled = pool({"a": make_ledger(**left_out), "b": make_ledger(**given, text="b", stream="b")})
     assert len(pooled.studies) == 2
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        ({"intermediate_size": 900}, {"intermediate_size": 1000}),
+        ({"hidden_size": 80, "encoder": {"num_attention_heads": 5}}, {"hidden_size": 64}),
+    ],
+)
+def test_sizes_of_both_halves_may_differ(switches):
+    kind = {"models": {"base": {}, "new": {"switches": {"encoder": {"query_projection": "nonlinear"}}}}}
+    kind["model"] = "tiny-seq2seq"
+    ledgers = [
+        make_ledger(seeds, switches=given, text=text, stream=text, **kind)
+        for seeds, given, text in zip(([1, 2], [3, 4]), switches, "ab")
+    ]
+    assert len(pool(dict(zip("ab", ledgers))).studies) == 2
 
 
 @pytest.mark.parametrize("message", REFUSED)

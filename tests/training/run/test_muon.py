@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.runs import interrupt, logged_losses
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
@@ -87,6 +87,7 @@ def test_matrices_alone_and_none(tmp_path, trained):
     optimizer.load_state_dict(optimizer.state_dict())
     assert weights and not any(map(torch.equal, weights, before))
     assert {"ns_steps" in group for group in optimizer.param_groups} == {trained == "v_proj.weight"}
+    get_scheduler("polynomial", optimizer, 1, 9)  # which reads the optimizer's own rate
 
 
 @pytest.mark.slow

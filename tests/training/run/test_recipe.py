@@ -75,17 +75,44 @@ class TestOverrides:
             ("report_to", None, "report_to=None: .*, or set report_to: none"),
             ("bf16_full_eval", True, "bf16_full_eval=True: the model would be saved in 16 bits"),
             ("dataloader_drop_last", True, "dataloader_drop_last=True: evaluations would leave out rows"),
-            ("eval_use_gather_object", True, "eval_use_gather_object=True: evaluations gather tensors"),
+            ("eval_use_gather_object", True, "eval_use_gather_object=True: metrics are computed from gathered"),
             ("restore_callback_states_from_checkpoint", True, "=True: a run restores its own record"),
             ("lr_scheduler_type", "warmup_stable_decay", "lr_scheduler_kwargs={} for .* 'num_decay_steps'"),
             ("lr_scheduler_kwargs", {"foo": 1}, "lr_scheduler_kwargs={'foo': 1} for .* argument 'foo'"),
-            ("metric_for_best_model", "eval_chrf", "metric_for_best_model='chrf' must be one of loss, bits_per_byte"),
+            (
+                "metric_for_best_model",
+                "eval_chrf",
+                "metric_for_best_model='chrf' must be one of loss, perplexity, bits_per_byte",
+            ),
         ],
     )
     def test_arguments_that_spoil_results_are_refused(self, field, value, message):
         recipe = read_recipe({"model": "tiny-linear", "training": {"report_to": "none", field: value}})
         with pytest.raises(ValueError, match=message):
             check_recipe(recipe)
+
+    @pytest.mark.parametrize(
+        "recipe, training",
+        [
+            (
+                "demo",
+                {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-3}, "learning_rate": 1e-2},
+            ),
+            ("demo", {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 0.2}}),
+            ("demo", {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"factor": 0.5}}),
+            ("demo", {"metric_for_best_model": "bits_per_byte"}),
+            ("masked-demo", {"metric_for_best_model": "pseudo_perplexity"}),
+            ("docstring-demo", {"metric_for_best_model": "eval_token_accuracy"}),
+        ],
+    )
+    def test_arguments_that_fit_pass(self, recipe, training):
+        check_recipe(load_recipe(recipe, {**training, "report_to": "none"}))
+
+    def test_what_is_not_measured_is_no_metric_of_the_best_model(self):
+        with pytest.raises(
+            ValueError, match=r"='bits_per_byte' must be one of loss, pseudo_perplexity, token_accuracy$"
+        ):
+            check_recipe(load_recipe("masked-demo", {"metric_for_best_model": "bits_per_byte", "report_to": "none"}))
 
     def test_best_checkpoint_follows_its_metric(self):
         less = ["loss", "perplexity", "pseudo_perplexity", "bits_per_byte", "runtime", "model_preparation_time"]

@@ -354,6 +354,7 @@ def test_what_only_an_earlier_publication_uploaded_is_deleted(server, nlq, compa
         ({"optimizer": "muon"}, {"optimizer": None}, "adamw"),
         ({"training": {"optim": "sgd"}}, {"optimizer": "muon", "training": {}}, "muon"),
         ({"training": {"optim": "adafactor"}}, {"training": {"optim": "sgd"}}, "sgd"),
+        ({"optimizer": "muon"}, {"optimizer": "adamw", "training": {"optim": "sgd"}}, "sgd"),
     ],
 )
 def test_tables_name_the_optimizer_of_a_model(compared, recipe, given, expected):
