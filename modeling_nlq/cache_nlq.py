@@ -26,7 +26,7 @@ CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutp
 
 # The name of the cache layer in Transformers' table, with a hash of this file: the process may have loaded others
 LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
-ADVICE = "generate without assistant_model and prompt_lookup_num_tokens"
+CROP_ADVICE = "generate without assistant_model and prompt_lookup_num_tokens"
 MOST_CONVOLUTIONS = 7  # of canon at every site, with a gated MLP
 
 
@@ -113,7 +113,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     def crop(self, tokens_to_remove):
         """Raises `RuntimeError`, unless nothing is to be removed."""
         if tokens_to_remove != 0:
-            raise RuntimeError(f"attention_activation='linear_attention': a state cannot be cropped; {ADVICE}")
+            raise RuntimeError(f"attention_activation='linear_attention': a state cannot be cropped; {CROP_ADVICE}")
 
     def reset(self):
         if self.max_cache_len is None:

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import at_least_float32
-from .cache_nlq import ADVICE, cache_layer_with, keep_rows_together, refuse_offloading
+from .cache_nlq import CROP_ADVICE, cache_layer_with, keep_rows_together, refuse_offloading
 from .masking_nlq import TokenContext
 from .parts_base_nlq import AttentionPart, ScoreBias, own_heads, shared_by_heads, sum_over_processes
 from .parts_user_nlq import find_part
@@ -132,7 +132,7 @@ class Canon(AttentionPart):
         if cache_layer is not None:
             is_cropped = cache_layer.record_past  # later; until then it keeps all tokens
             if is_cropped and hasattr(cache_layer, "max_cache_len"):
-                raise ValueError(f"canon: a static cache cannot be cropped; {ADVICE}")
+                raise ValueError(f"canon: a static cache cannot be cropped; {CROP_ADVICE}")
             kept = (states if is_cropped else kept).transpose(1, 2)
             cache_layer.update_conv_state(kept, state_idx=index, conv_kernel_size=KERNEL - 1)
             if is_cropped and call.token_context.is_valid is not None:  # padding moves before all tokens
@@ -444,7 +444,7 @@ class SelectiveAttention(AttentionPart):
         earlier_sum, covered, is_first = call.states[self.name][:, 0].unbind(dim=-1)  # (batch, key) each
         has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
         if call.cache is not None and has_numbers and covered.max() > context.query_index[0]:
-            raise ValueError(f"selective_attention: the cache was cropped, and its sums cannot go back; {ADVICE}")
+            raise ValueError(f"selective_attention: the cache was cropped, and its sums cannot go back; {CROP_ADVICE}")
         is_self = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
         selects = F.relu(scores[:, 0]).masked_fill(is_self | is_first.bool()[:, None], 0.0)
         if visible is not None:

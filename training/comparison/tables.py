@@ -101,7 +101,7 @@ def accuracy_cells(results: ScaleOutcome) -> dict[str, dict[str, str]]:
             "accuracy (%)": f"{100 * statistics.fmean(values):.1f} ({ends})",
             "accuracy gain (points)": gain,
             LEARNED: f"{_count_learned(values)} of {len(values)}",
-            # Its p holds for one test, with the seeds that were planned
+            # Fisher's p holds for one test with all planned seeds, so not with interim analyses
             FISHER: number(None if results.interim else corrected.get(name), ".2g"),
             "steps to 99 %": _median([run.history.mastered_at for run in model.runs], ",.0f"),
         }

@@ -28,7 +28,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, matrices: Iterable[dict], others: Iterable[dict], muon: dict, adamw: dict):
         parts = [(torch.optim.Muon, [*matrices], muon), (torch.optim.AdamW, [*others], adamw)]
-        # LoRA trains matrices alone
+        # With LoRA all trained weights are matrices, so AdamW would get none
         self._parts = [optimizer(groups, **options) for optimizer, groups, options in parts if groups]
         super().__init__([group for part in self._parts for group in part.param_groups], {"lr": adamw["lr"]})
         self._share()

@@ -300,7 +300,7 @@ def _write_results(trainer: RecordingTrainer, recipe: Recipe, result: RunResult)
     if conversion is not None:
         write_text(folder / CONVERSION_FILE, json.dumps(conversion, indent=2) + "\n")
     if result.losses.diverged_at is None:
-        # A saved LoRA is smaller than the trained model
+        # Merged, a model has fewer parameters than with the LoRA that was trained
         size = result.size if recipe.lora is None else size_of(model)
         name = folder.resolve().name
         card = render(name, model.config, size, recipe.to_dict(), result, conversion, has_plot=True)
