@@ -4,6 +4,7 @@ One process runs many commands, since imports take longer than publishing. It ru
 its exit status and all that reached its two outputs.
 """
 
+import itertools
 import json
 import os
 import re
@@ -139,11 +140,15 @@ class Publication:
     expected: dict[str, dict[str, torch.Tensor]]  # by revision and Auto class
 
 
-def change_returned_weights(folder: Path) -> None:
-    path = folder / "model.safetensors"
+_CHANGES = itertools.count(2)
+
+
+def change_weights(folder: Path) -> None:
+    """Makes weights that the server has not seen, so that they are uploaded, in whatever order tests run."""
+    path, factor = folder / "model.safetensors", 1 + 1 / next(_CHANGES)
     weights = safetensors.torch.load_file(path)
     safetensors.torch.save_file(
-        {name: 1.5 * value for name, value in weights.items()}, path, metadata={"format": "pt"}
+        {name: factor * value for name, value in weights.items()}, path, metadata={"format": "pt"}
     )
 
 

@@ -15,7 +15,7 @@ from support.publishing_cases import (
     TOKEN,
     Publication,
     Worker,
-    change_returned_weights,
+    change_weights,
     check_refused,
     outputs,
 )
@@ -78,7 +78,7 @@ def published(server, nlq, run, tmp_path_factory) -> Publication:
     expected = {name: outputs(folder, name) for name in MODELS}
     nlq.publish(folder, "anna/model")
     first = server.commits("anna/model")[0]
-    change_returned_weights(folder)
+    change_weights(folder)
     nlq.publish(folder, "anna/model")
     second = server.commits("anna/model")[0]
     expected = {first: expected, second: {name: outputs(folder, name) for name in MODELS}}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.grids import parametrize_grid
-from support.publishing_cases import TOKEN, Done, change_returned_weights, check_refused
+from support.publishing_cases import TOKEN, Done, change_weights, check_refused
 
 
 pytestmark = pytest.mark.thin(3)
@@ -58,7 +58,7 @@ class TestFaults:
         def state() -> tuple[list[str], dict[str, bytes]]:
             return (server.commits(repo), server.files(repo)) if repo in server._repos else ([], {})
 
-        change_returned_weights(folder)
+        change_weights(folder)
         before = state()
         done = nlq("publish", folder, repo)
         server.heal()

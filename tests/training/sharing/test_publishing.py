@@ -12,7 +12,7 @@ from support.publishing_cases import (
     RUN_FILES,
     Done,
     change_json,
-    change_returned_weights,
+    change_weights,
     check_refused,
     input_tokens,
     load_elsewhere,
@@ -104,7 +104,7 @@ class TestRoundTrip:
         nlq.publish(folder, "anna/open")
         nlq.publish(folder, "anna/hidden", "--private")
         assert server._repos["anna/hidden"].private and not server._repos["anna/open"].private
-        change_returned_weights(folder)
+        change_weights(folder)
         before = server.commits("anna/open")
         check_refused(nlq("publish", folder, "anna/open", "--private"), "public")
         assert server.commits("anna/open") == before
@@ -114,7 +114,7 @@ class TestRoundTrip:
     def test_somebody_else_commits_meanwhile(self, server, nlq, copy_run, monkeypatch):
         folder = copy_run()
         nlq.publish(folder, "anna/shared")
-        change_returned_weights(folder)
+        change_weights(folder)
         answer = server.answer
 
         def commit_first(request):
