@@ -63,30 +63,33 @@ class TestSplits:
         assert all(splits) and sum(map(len, splits)) == 100
 
 
+TEXTS = [*RIGHT, "NA", "null"]  # a reader of CSV may take these words for a missing text
+
+
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
 class TestFiles:
     @pytest.mark.parametrize("name", ["g[1].txt", "G.JSONL", "g.json.gz", "g.txt.gz", "g.csv", "g.parquet"])
     def test_a_file(self, name, streaming, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        write_documents(Path(name), RIGHT)
+        write_documents(Path(name), TEXTS)
         write_documents(Path("g1.jsonl"), ["wrong"] * 30)
-        assert read(name, streaming=streaming) == read(tmp_path / name, streaming=streaming) == set(RIGHT)
-        write_documents(Path(name), [*RIGHT, "more"])
+        assert read(name, streaming=streaming) == read(tmp_path / name, streaming=streaming) == set(TEXTS)
+        write_documents(Path(name), [*TEXTS, "more"])
         os.utime(name, (0, 0))
-        assert read(name, streaming=streaming) == {*RIGHT, "more"}
+        assert read(name, streaming=streaming) == {*TEXTS, "more"}
 
     @pytest.mark.parametrize("suffix", ["txt", "csv", "parquet"])
     def test_a_folder(self, suffix, streaming, tmp_path, monkeypatch):
-        write_documents(tmp_path / "json" / f"a.{suffix}", RIGHT[:20])
-        write_documents(tmp_path / "json" / "sub" / f"b.{suffix}", RIGHT[20:])
+        write_documents(tmp_path / "json" / f"a.{suffix}", TEXTS[:20])
+        write_documents(tmp_path / "json" / "sub" / f"b.{suffix}", TEXTS[20:])
         write_documents(tmp_path / f"other.{suffix}", ["wrong"] * 30)
         monkeypatch.chdir(tmp_path)
-        assert read("json", streaming=streaming) == set(RIGHT)
-        write_documents(tmp_path / "split" / f"train.{suffix}", RIGHT)
+        assert read("json", streaming=streaming) == set(TEXTS)
+        write_documents(tmp_path / "split" / f"train.{suffix}", TEXTS)
         write_documents(tmp_path / "split" / f"validation.{suffix}", ["held out"])
         found = load_documents(Recipe(model="tiny-linear", dataset="split", streaming=streaming))
         texts = {split: {row["text"] for row in rows} for split, rows in found.items()}
-        assert texts == {"train": set(RIGHT), "validation": {"held out"}}
+        assert texts == {"train": set(TEXTS), "validation": {"held out"}}
 
     @pytest.mark.parametrize(
         "name, message",
@@ -204,7 +207,7 @@ def test_what_names_no_dataset(tmp_path, monkeypatch):
     paths = "/home/private.jsonl local:///private.jsonl hf://a/b::local:///private.jsonl https://intranet/a.jsonl"
     for path in (*paths.split(), "hf://datasets/victim/private@0/a.jsonl"):
         files = {"train": ["hf://datasets/owner/name@0/a.jsonl", path]}
-        made = SimpleNamespace(config=SimpleNamespace(data_files=files))
+        made = SimpleNamespace(name="json", config=SimpleNamespace(data_files=files))
         monkeypatch.setattr(documents_module, "load_dataset_builder", lambda *_, made=made: made)
         with pytest.raises(ValueError, match=f"{path} is not a file of text that belongs to it"):
             read("owner/name")
