@@ -806,24 +806,13 @@ def test_page_says_what_the_factor_alone_shows(published):
 
 def test_page_says_what_three_lengths_show(published):
     outcome = published["softmax-tokens"]
-    section = PAGE.read_text().partition("#### Tuned at 0.5 million tokens")[2].partition("\n#")[0]
-    first, *_, last = outcome.scales.values()
-    for name in ("softplus", "tanh"):
-        gain = re.escape(tuning_gain(first.models[name]))
-        assert re.search(rf"^\| {name}, .*\| {gain} \|$", section, flags=re.MULTILINE)
-    others = {"on English": "softmax-english", "under Muon": "softmax-muon"}
-    others = {name: published[folder].scales["0.5M"].models for name, folder in others.items()}
-    gained = [tuning_gain(models["softmax"]) for models in (first.models, *others.values())]
-    assert "By tuning softmax gained {}, on English {}, under Muon (decay untuned) {}.".format(*gained) in " ".join(
-        section.split()
-    )
-    for name, models in others.items():
-        (row,) = (line for line in section.splitlines() if line.startswith(f"| tanh, {name} |"))
-        assert row.endswith(f" {tuning_gain(models['tanh'])} |")
+    section = " ".join(PAGE.read_text().partition("#### Tuned at 0.5 million tokens")[2].partition("\n#")[0].split())
+    *_, last = outcome.scales.values()
     assert f"gap grows is open (primary test, p {outcome.primary[0].test.p:.2g})" in section
     softmax, softplus = ({run.seed: run for run in last.models[name].runs} for name in ("softmax", "softplus"))
     decayed, free = ([r.test_loss for r in softmax.values() if r.point["weight_decay"] == each] for each in (0.3, 0.0))
     assert (len(decayed), len(free)) == (2, 3)
+    assert [run.point["weight_decay"] for run in softplus.values()].count(0.3) == 4 and "four of softplus's" in section
     assert f"end {100 * (np.mean(decayed) / np.mean(free) - 1):.1f} % worse than its three with 0" in section
     pairs = [
         (run.test_loss, softplus[seed].test_loss) for seed, run in softmax.items() if run.trial == softplus[seed].trial
@@ -835,26 +824,48 @@ def test_page_says_what_three_lengths_show(published):
 def test_page_says_what_197k_with_carried_points_show(published):
     outcome = published["softmax-197k"]
     section = " ".join(PAGE.read_text().partition("#### Tuned at 25,000 parameters\n")[2].partition("\n#")[0].split())
-    first, last = outcome.scales.values()
-    gained = "gained softmax {} and softplus {},".format(*map(tuning_gain, first.models.values()))
-    assert gained in section and outcome.primary[0].test.verdict == "cannot tell"
-    losses = last.losses
+    last, losses = outcome.largest, outcome.largest.losses
+    assert outcome.primary[0].test.verdict == "cannot tell"
     costs = sorted(100 * (loss / losses["softmax"][seed] - 1) for seed, loss in losses["softplus"].items())
     assert f"in every seed, by {costs[0]:.1f} to {costs[-1]:.1f} %" in section and costs[0] > 0
     assert f"varies by {last.statistics.noise_floor_percent:.1f} %" in section
+    softplus = list(losses["softplus"].values())
+    assert f"softplus by {100 * np.std(softplus, ddof=1) / np.mean(softplus):.0f} %" in section
 
 
 def test_page_says_what_350_tokens_for_each_parameter_show(published):
     outcome = published["queries-tokens"]
-    section = PAGE.read_text().partition("#### At 350 tokens per parameter")[2].partition("\n#")[0]
-    first, last = outcome.scales.values()
-    for name, model in first.models.items():
-        assert re.search(rf"^\| {name} \|.*\| {re.escape(tuning_gain(model))} \|$", section, flags=re.MULTILINE)
-    test, said = outcome.primary[0].test, " ".join(section.split())
+    said = " ".join(PAGE.read_text().partition("#### At 350 tokens per parameter")[2].partition("\n#")[0].split())
+    test = outcome.primary[0].test
     low, high = test.margin_interval
     assert test.verdict == "equivalent" and f"[{-high:+.2f}, {-low:+.2f}]" in said and f"(p {test.p:.2g})" in said
-    sizes = [model.size.non_embedding for model in last.models.values()]
-    assert f"has {100 * (sizes[1] / sizes[0] - 1):.1f} % more parameters" in section
+    sizes = [model.size.non_embedding for model in outcome.largest.models.values()]
+    assert f"has {100 * (sizes[1] / sizes[0] - 1):.1f} % more parameters" in said
+
+
+def test_page_says_what_one_pass_through_the_corpus_shows(published):
+    said = " ".join(PAGE.read_text().partition("#### At 83,000 parameters\n")[2].partition("\n#")[0].split())
+    kept, lower = (published[name] for name in ("queries-epoch", "queries-epoch-rate"))
+    p_value, floors = kept.primary[0].test.p, [each.largest.statistics.noise_floor_percent for each in (kept, lower)]
+    assert f"(p {p_value:.2g})" in said and lower.primary[0].test.verdict == "cannot tell"
+    assert f"varies by {floors[0]:.1f} %" in said and f"it varies by {floors[1]:.1f} %" in said
+    means = [
+        [np.mean(list(each.largest.losses[name].values())) for each in (kept, lower)] for name in kept.largest.models
+    ]
+    fell, rose = (100 * abs(after / before - 1) for before, after in means)
+    assert means[0][1] < means[0][0] and means[1][1] > means[1][0]
+    assert f"the linear model's loss by {fell:.1f} % and raised the nonlinear one's by {rose:.1f} %" in said
+
+
+def test_page_counts_verdicts_of_ladders(published):
+    said = " ".join(PAGE.read_text().split())
+    effects = published["ladder/blocks"].scales["25k"].statistics.effects.values()
+    assert ([effect.verdict for effect in effects].count(Verdict.BETTER), len(effects)) == (2, 9)
+    assert "At 25k two of nine gain." in said
+    scales = published["ladder/queries"].scales
+    tests = {(place, name): e.p for place, found in scales.items() for name, e in found.statistics.effects.items()}
+    corrected = dict(zip(tests, holm(np.array(list(tests.values())))))
+    assert f"(over all sizes p {corrected['197k', 'residual']:.2g})" in said
 
 
 def test_page_counts_seeds_that_learn(published):
@@ -897,6 +908,13 @@ def test_page_says_what_more_steps_of_induction_show(published):
 
 
 def test_page_says_what_tuning_gained(published):
+    section = PAGE.read_text().partition("## What tuning gained")[2].partition("\n## ")[0]
+    rows = [row.strip("| ").split("|") for row in section.splitlines() if row.startswith("| [")]
+    assert len(rows) == 6
+    for name, *said in rows:
+        first, *_ = published[re.search(r"\[(.*?)\]", name)[1]].scales.values()
+        gains = [tuning_gain(model).replace(" %", "") for model in first.models.values()]
+        assert [cell.strip() for cell in said if cell.strip()] == gains
     tuned, plain = published["activations-tuned"].largest.losses, published["activations-size"].scales["25k"].losses
     fell = [sum(tuned[name].values()) / sum(plain[name][seed] for seed in tuned[name]) for name in tuned]
     percents = [100 * (1 - share) for share in fell]
