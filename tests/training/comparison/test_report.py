@@ -667,7 +667,7 @@ def test_page_pools_nonlinear_queries(published):
             error = percent * widest.standard_error
             estimates.append(Estimate(-percent * widest.value, error, widest.degrees_of_freedom))
     summary = combine(estimates)
-    said = re.search(r"mean of seven\s+comparisons\s+is (.*?\])", PAGE.read_text(), flags=re.DOTALL)[1]
+    said = re.search(r"mean of seven comparisons is (.*?\])", " ".join(PAGE.read_text().split()))[1]
     assert len(estimates) == 7
     assert said == f"{summary.value:+.1f} % [{summary.interval[0]:+.1f}, {summary.interval[1]:+.1f}]"
 
@@ -904,7 +904,7 @@ def test_page_says_what_more_steps_of_induction_show(published):
     counts, p_values = [cells[name][LEARNED][0] for name in names], [cells[name][FISHER] for name in names[1:]]
     assert solved.format(*counts, " and ".join(p_values)) in said
     shares = [cells[name][LEARNED_RUNS] for name in ("softmax", "relu", "sigmoid")]
-    assert "at all three rates, softmax solves it in {}, relu in {} and **sigmoid in {}**".format(*shares) in said
+    assert "at all three rates, softmax solves it in {}, relu in {} and sigmoid in {}".format(*shares) in said
 
 
 def test_page_says_what_tuning_gained(published):
