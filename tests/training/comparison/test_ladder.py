@@ -174,4 +174,4 @@ class TestRuns:
         assert again.scales["small"].added_seeds == [2, 3]
         fewer = {**scales, "small": {**scales["small"], "seeds": [0, 1, 3]}}
         assert main(["compare", ladder_file(scales=fewer, seeds=[0, 1, 2, 3]), "--output_dir", str(tmp_path)]) == 1
-        assert "scales.small.seeds: None there, [0, 1, 3] now" in capsys.readouterr().err
+        assert "scales.small.seeds: not set there, [0, 1, 3] now" in capsys.readouterr().err
