@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from support.client_cases import greedy
-from support.model_cases import random_tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -19,7 +18,8 @@ pytestmark = pytest.mark.thin(3)
 VOCABULARY = 60
 POSITIONS = 64
 # Several lengths; the last three share a prefix of several blocks
-PROMPTS = [random_tokens(1, length, VOCABULARY)[0].tolist() for length in (3, 17, 1, 30, 8)]
+_GENERATOR = torch.Generator().manual_seed(0)  # of prompts that are the same in every process
+PROMPTS = [torch.randint(VOCABULARY, (length,), generator=_GENERATOR).tolist() for length in (3, 17, 1, 30, 8)]
 PROMPTS += [PROMPTS[3][:22], PROMPTS[3]]
 
 
