@@ -363,7 +363,8 @@ def _check_mask(attention_mask, batch, query_length, query_offset, is_causal, na
     seen = int(query_offset) + query_length
     # A static cache has a longer mask
     if shape[0] != batch or shape[1] < seen or (shape[1] > seen and not is_causal):
-        raise ValueError(f"{name}={shape} must be (batch, key)={(batch, seen)}, cached positions included")
+        cached = ", cached positions included" if is_causal else ""
+        raise ValueError(f"{name}={shape} must be (batch, key)={(batch, seen)}{cached}")
     return attention_mask
 
 

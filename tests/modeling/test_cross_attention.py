@@ -248,7 +248,7 @@ class TestRefusals:
         for other, inputs, message in (
             (model, {}, r"encoder_hidden_states: add_cross_attention=True needs .*\(2, source, 16\)"),
             (model, {"encoder_hidden_states": source(20)}, r"encoder_hidden_states=\(2, 7, 20\) must be"),
-            (model, short, "encoder_attention_mask="),
+            (model, short, r"encoder_attention_mask=\(2, 5\) must be \(batch, key\)=\(2, 7\)$"),
             (model, {"encoder_hidden_states": encoded, **packed}, "packed documents .* would all see the encoder's"),
             (decoder(add_cross_attention=False), {"encoder_hidden_states": encoded}, "no cross-attention; set add_"),
             (both, {"decoder_input_ids": input_ids, **packed}, "packed documents .* cannot be a source: each target"),
