@@ -56,19 +56,19 @@ def check_saved(folder: str | Path) -> None:
         raise ValueError(f"{folder} lacks {CONFIG_NAME}: it is not a saved model, or its training did not finish")
 
 
-def _check_model_exists(name: str) -> None:
+def check_model_exists(name: str) -> None:
     """Raises `ValueError` for a folder without a model, or a run that is not here, before a network is asked."""
     if Path(name).is_dir():
         check_saved(name)
     elif Path(name).parts[:1] == ("runs",) and is_saved_model(name):
-        runs = [folder.name for folder in Path(name).parent.glob("*/") if (folder / CONFIG_NAME).is_file()]
-        hint = suggestion(Path(name).name, runs) if runs else f"{Path(name).parent} has no saved models"
+        runs = [str(folder) for folder in Path(name).parent.glob("*/") if (folder / CONFIG_NAME).is_file()]
+        hint = suggestion(str(Path(name)), runs) if runs else f"{Path(name).parent} has no saved models"
         raise ValueError(f"model {name!r} is not a local folder; {hint}")
 
 
 def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
     """Loads a configuration by name, and sets switches; raises `ValueError` for what is unknown or not allowed."""
-    _check_model_exists(name)
+    check_model_exists(name)
     path = name if is_saved_model(name) else str(find("models", name))
     try:
         values, _ = PreTrainedConfig.get_config_dict(path)
@@ -241,7 +241,7 @@ def load_model(
     """
     if name.endswith(".gguf"):
         raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")
-    _check_model_exists(name)
+    check_model_exists(name)
     try:
         with source_named(name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)

@@ -62,6 +62,7 @@ BAD_INPUT = r"""
 1 | params tiny-liner | 'tiny-liner' | 'tiny-linear'
 1 | params tiny-linear --match 10 | no MLP width
 1 | convert finished out --set a | 'a' must have the form switch=value
+1 | convert half out | half lacks config.json: it is not a saved model, or its training did not finish
 1 | publish finished you/demo --space --adapter | --adapter and --space exclude each other
 """.strip().splitlines()
 

@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
 from modeling_nlq.parts_user_nlq import check_kernels
 
-from ..loading import source_named
+from ..loading import check_model_exists, source_named
 from ..size import check_names, check_parameters, empty_model
 from ..text import one_line
 from .families import FAMILIES, Family
@@ -40,6 +40,8 @@ class LossyConversion(ValueError):
 
 def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Returns the configuration and class of a saved model; raises `ValueError` if it cannot be converted."""
+    if not options:  # a GGUF file has no config.json beside it
+        check_model_exists(source)
     with source_named(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     check_kernels(config, source)
