@@ -18,7 +18,7 @@ pytestmark = pytest.mark.thin(3)
 VOCABULARY = 60
 POSITIONS = 64
 # Several lengths; the last three share a prefix of several blocks
-_GENERATOR = torch.Generator().manual_seed(0)  # of prompts that are the same in every process
+_GENERATOR = torch.Generator().manual_seed(0)  # the same prompts in every process
 PROMPTS = [torch.randint(VOCABULARY, (length,), generator=_GENERATOR).tolist() for length in (3, 17, 1, 30, 8)]
 PROMPTS += [PROMPTS[3][:22], PROMPTS[3]]
 

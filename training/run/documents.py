@@ -51,8 +51,8 @@ logger = logging.get_logger(__name__)
 MOST_CHARACTERS = 5_000_000
 # Files to read in a folder. Others may hold links or archives
 _TEXTS = (*DATA_FORMATS, ".arrow", ".tsv")
-# Options of a CSV reader: "NA" and "null" are words
-_TEXT_IS_TEXT = {"keep_default_na": False}
+# "NA" and "null" are text
+_CSV_OPTIONS = {"keep_default_na": False}
 
 
 # The folder of Python's standard library, of which the built-in corpora are made
@@ -271,7 +271,7 @@ def _load_file(recipe: "Recipe", path: Path) -> Splits:
         return _read_texts(recipe, {"train": [str(path)]}, {"train": [digest]}), content
     # `datasets` would cache by modification times, and take `g[1].jsonl` for a pattern
     data_files = DataFilesDict(train=DataFilesList([str(path)], [(digest,)]))
-    options = _TEXT_IS_TEXT if reader == "csv" else {}
+    options = _CSV_OPTIONS if reader == "csv" else {}
     try:
         return _read_rows(load_dataset_builder(reader, data_files=data_files, **options), recipe.streaming), content
     except Exception:
@@ -307,8 +307,8 @@ def _read_texts(recipe: "Recipe", files: dict, digests: dict[str, list[str]]) ->
 def _find_files(recipe: "Recipe", source: str, is_own: Callable[[str], bool]) -> DatasetBuilder:
     """Returns a dataset's builder; raises `ValueError` if its card names files elsewhere."""
     builder = load_dataset_builder(source, recipe.dataset_config)
-    if builder.name == "csv" and builder.info.features is None:  # a card's columns of numbers may have "NA"
-        builder = load_dataset_builder(source, recipe.dataset_config, **_TEXT_IS_TEXT)
+    if builder.name == "csv" and builder.info.features is None:  # columns that are known to be numeric may need "NA"
+        builder = load_dataset_builder(source, recipe.dataset_config, **_CSV_OPTIONS)
     for path in itertools.chain(*(builder.config.data_files or {}).values()):
         if not is_own(path):
             raise ValueError(f"dataset {recipe.dataset!r}: {path} is not a file of text that belongs to it")

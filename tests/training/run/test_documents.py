@@ -63,7 +63,7 @@ class TestSplits:
         assert all(splits) and sum(map(len, splits)) == 100
 
 
-TEXTS = [*RIGHT, "NA", "null"]  # a reader of CSV may take these words for a missing text
+TEXTS = [*RIGHT, "NA", "null"]  # CSV readers may take these for missing values
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
